@@ -1,0 +1,18 @@
+"""Who leaves the device in which phase."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from miles.config.flags import Doc
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Offload: who leaves the device in which phase."""
+
+    offload_train: Annotated[
+        bool | None, Doc("The trainer sleeps while engines generate; on with --colocate.")
+    ] = None
+    offload_rollout: Annotated[
+        bool | None, Doc("Engines release memory while the trainer trains; on with --colocate.")
+    ] = None

@@ -1,0 +1,76 @@
+"""How responses are generated."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from miles.config.flags import Doc
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Rollout: how responses are generated."""
+
+    hf_checkpoint: Annotated[
+        str | None,
+        Doc("Hugging Face directory: tokenizer, config, weights of engine and FSDP (required)."),
+    ] = None
+    rollout_engine: Annotated[
+        Literal["auto", "sglang", "embedded"],
+        Doc("Engine server; auto: SGLang where it and an accelerator exist, else embedded."),
+    ] = "auto"
+    rollout_temperature: Annotated[
+        float, Doc("Sampling temperature; the trainer divides its logits by it too.")
+    ] = 1.0
+    rollout_top_p: Annotated[float, Doc("Nucleus sampling.")] = 1.0
+    rollout_top_k: Annotated[int, Doc("Top-k sampling; -1 is off.")] = -1
+    rollout_max_context_len: Annotated[
+        int | None, Doc("Most tokens of prompt and response together.")
+    ] = None
+    rollout_max_prompt_len: Annotated[
+        int | None, Doc("Leave out longer prompts when loading (their number is logged).")
+    ] = None
+    rollout_max_response_len: Annotated[int | None, Doc("Most new tokens (required).")] = None
+    rollout_skip_special_tokens: Annotated[
+        bool, Doc("Leave special tokens out of the response text.")
+    ] = False
+    rollout_stop: Annotated[tuple[str, ...], Doc("Stop strings.")] = ()
+    rollout_stop_token_ids: Annotated[tuple[int, ...], Doc("Stop token ids.")] = ()
+    deterministic_rollout: Annotated[
+        bool,
+        Doc(
+            "Bit-equal reruns: fixed prompt-to-engine map, admission in order, seeded sampling "
+            "(embedded engine)."
+        ),
+    ] = False
+    over_sampling_batch_size: Annotated[
+        int | None,
+        Doc("Prompts submitted at a time; more than --rollout-batch-size races for the batch."),
+    ] = None
+    partial_rollout: Annotated[
+        bool, Doc("Keep aborted responses and go on with them in a later rollout.")
+    ] = False
+    mask_offpolicy_in_partial_rollout: Annotated[
+        bool, Doc("Train only the tokens that the current weights wrote.")
+    ] = False
+    generate_max_turns: Annotated[
+        int, Doc("Assistant turns of the multi-turn generate function.")
+    ] = 16
+    sglang_server_concurrency: Annotated[int, Doc("Requests in flight at one engine.")] = 512
+    sglang_context_length: Annotated[
+        int | None, Doc("Engine context length; by default the model's.")
+    ] = None
+    sglang_max_running_requests: Annotated[
+        int | None, Doc("Sequences that an engine decodes at once; by default 256.")
+    ] = None
+    sglang_log_level: Annotated[str, Doc("Log level of the engine server.")] = "warning"
+    pause_generation_mode: Annotated[
+        Literal["abort", "retract", "in_place"],
+        Doc("What requests in flight do during a weight update."),
+    ] = "retract"
+    rollout_health_check_interval: Annotated[
+        float, Doc("Seconds between health probes of the engines; 0 is off.")
+    ] = 30.0
+    rollout_health_check_timeout: Annotated[float, Doc("Time-out of a health probe, s.")] = 30.0
+    rollout_request_timeout_s: Annotated[float, Doc("Time-out of one generate request, s.")] = (
+        14400.0
+    )

@@ -1,0 +1,113 @@
+"""The only module that names cuda, rocm, npu or cpu. Everything else asks here.
+
+It adds to ``torch.accelerator`` what PyTorch lacks: collective backend names, visible-device
+variables, and no-ops on a machine without an accelerator.
+"""
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+
+CollectiveBackend = Literal["nccl", "gloo"]
+
+VISIBLE_DEVICE_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ASCEND_RT_VISIBLE_DEVICES",
+)
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """Bytes on this process's device."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_bytes: int
+
+
+@cache
+def has_accelerator() -> bool:
+    return torch.accelerator.is_available()
+
+
+def device_type() -> str:
+    """``"cuda"`` (also for ROCm), ``"npu"``, ... or ``"cpu"``."""
+    accelerator = torch.accelerator.current_accelerator() if has_accelerator() else None
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+def current_device() -> torch.device:
+    if not has_accelerator():
+        return torch.device("cpu")
+    return torch.device(device_type(), torch.accelerator.current_device_index())
+
+
+def bind(local_rank: int) -> torch.device:
+    """Make device ``local_rank`` the current one of this process."""
+    if has_accelerator():
+        torch.accelerator.set_device_index(local_rank)
+    return current_device()
+
+
+def collective_backend() -> CollectiveBackend:
+    return "nccl" if device_type() == "cuda" else "gloo"
+
+
+def process_group_backend() -> str:
+    """Backend string for ``init_process_group``: device collectives, and gloo for host tensors."""
+    if not has_accelerator():
+        return "gloo"
+    return f"cpu:gloo,{device_type()}:{collective_backend()}"
+
+
+def supports_device_ipc() -> bool:
+    """Whether another process on this device can map our tensors."""
+    return device_type() == "cuda"
+
+
+def synchronize() -> None:
+    if has_accelerator():
+        torch.accelerator.synchronize()
+
+
+def empty_cache() -> None:
+    if has_accelerator():
+        torch.accelerator.empty_cache()
+
+
+def memory_stats() -> MemoryStats:
+    """Allocator statistics; zeros without an accelerator."""
+    if not has_accelerator():
+        return MemoryStats(0, 0, 0)
+    return MemoryStats(
+        torch.accelerator.memory_allocated(),
+        torch.accelerator.memory_reserved(),
+        torch.accelerator.max_memory_allocated(),
+    )
+
+
+def rng_state() -> dict[str, torch.Tensor]:
+    """The random state of this process: host, and device when there is one."""
+    state = {"cpu": torch.get_rng_state()}
+    if device_type() == "cuda":
+        state["device"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "device" in state and device_type() == "cuda":
+        torch.cuda.set_rng_state(state["device"])
+
+
+def visible_devices() -> list[str] | None:
+    """Ids in the first visible-devices variable that is set, in its order; ``None`` if unset."""
+    for variable in VISIBLE_DEVICE_VARIABLES:
+        value = os.environ.get(variable)
+        if value is not None:
+            return [entry.strip() for entry in value.split(",") if entry.strip()]
+    return None

@@ -1,0 +1,59 @@
+"""Process groups and rank helpers."""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from miles.core import device
+
+
+def init_process_group(timeout_minutes: float) -> None:
+    """Join the job's process group from the environment and bind this process's device."""
+    device.bind(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(
+        device.process_group_backend(), timeout=timedelta(minutes=timeout_minutes)
+    )
+
+
+def destroy_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def broadcast_object(value: Any, src: int = 0) -> Any:
+    """Return ``src``'s value on every rank. Only picklable values of our own processes."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=src)
+    return box[0]
+
+
+def raise_together(error: Exception | None, what: str) -> None:
+    """Raise on every rank when any rank has an error, so that none waits in a collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        if error is not None:
+            raise error
+        return
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    failed = {r: m for r, m in enumerate(messages) if m is not None}
+    if failed:
+        raise RuntimeError(f"{what} failed on other ranks: {failed}")

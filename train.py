@@ -1,0 +1,1 @@
+"""Synchronous training: generate, train, sync weights, again."""
