@@ -1,0 +1,73 @@
+"""Small models made on the spot, with a real tokenizer: for the demo, the tests and benchmarks."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+PAD, EOS, IM_START, IM_END = "<pad>", "<eos>", "<|im_start|>", "<|im_end|>"
+ALPHABET = (
+    "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ =+-*/().,:;?!'\"{}[]<>_\n"
+)
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
+    """One token a character; ``<pad>`` is 0 and ``<eos>`` 1."""
+    specials = [PAD, EOS, IM_START, IM_END]
+    vocabulary = {token: i for i, token in enumerate([*specials, *dict.fromkeys(alphabet)])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=EOS,
+        additional_special_tokens=[IM_START, IM_END],
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def make_qwen3(  # noqa: PLR0913
+    path: str | Path,
+    *,
+    alphabet: str = ALPHABET,
+    hidden_size: int = 64,
+    intermediate_size: int = 128,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    tied: bool = True,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Path:
+    """Write a randomly initialised Qwen3 and its tokenizer to ``path`` and return it."""
+    path = Path(path)
+    tokenizer = make_tokenizer(alphabet)
+    config = Qwen3Config(
+        vocab_size=-(-len(tokenizer) // 32) * 32,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        tie_word_embeddings=tied,
+        max_position_embeddings=2048,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config).to(dtype)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
