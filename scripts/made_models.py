@@ -1,6 +1,7 @@
 """Small models made on the spot, with a real tokenizer: for the demo, the tests and benchmarks."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -51,7 +52,7 @@ def make_qwen3(  # noqa: PLR0913
     """Write a randomly initialised Qwen3 and its tokenizer to ``path`` and return it."""
     path = Path(path)
     tokenizer = make_tokenizer(alphabet)
-    config = Qwen3Config(
+    settings = dict[str, Any](
         vocab_size=-(-len(tokenizer) // 32) * 32,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -65,9 +66,10 @@ def make_qwen3(  # noqa: PLR0913
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
+    config = Qwen3Config(**settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config).to(dtype)
-    model.save_pretrained(path)
+        model: Any = Qwen3ForCausalLM(config)
+    model.to(dtype).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
