@@ -41,6 +41,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.holder = Holder()
         self.failure: str | None = None
+        self.finished = threading.Event()
 
     def end(self, failure: str | None = None) -> None:
         """Begin to shut down; safe from any thread."""
@@ -52,6 +53,13 @@ class Server(uvicorn.Server):
             threading.Thread(
                 target=engine.scheduler.stop, args=(SHUTDOWN_GRACE_S,), daemon=True
             ).start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # No answer at all, instead of uvicorn's 500: clients take the engine for dead and send the
+        # request to another one.
+        for connection in list(self.server_state.connections):
+            connection.transport.close()
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         super().handle_exit(sig, frame)
@@ -148,11 +156,7 @@ def _watch(server: Server, parent_pid: int | None) -> None:
         except psutil.NoSuchProcess:
             server.end(f"the parent {parent_pid} is gone")
             return
-    pause = threading.Event()
-    while not server.should_exit:
-        pause.wait(WATCH_INTERVAL_S)
-        if server.should_exit:
-            break
+    while not (server.finished.wait(WATCH_INTERVAL_S) or server.should_exit):
         if parent is not None and not _lives(parent):
             server.end("the parent process ended")
         engine = server.holder.engine
@@ -160,8 +164,8 @@ def _watch(server: Server, parent_pid: int | None) -> None:
             server.end("the scheduler ended; see the log above")
     # A collective that waits for a dead trainer, or a client that holds its connection, must not
     # keep the process.
-    pause.wait(2 * SHUTDOWN_GRACE_S)
-    os._exit(1)
+    if not server.finished.wait(2 * SHUTDOWN_GRACE_S):
+        os._exit(1)
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -200,21 +204,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     )
     server.config.app = make_app(server.holder)
-    # uvicorn raises the signals it caught once more after a clean shutdown.
-    for caught in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(caught, lambda *_: None)
     for target, arguments in (
         (_load, (server, settings, args.ready_file, url)),
         (_watch, (server, args.parent_pid)),
     ):
         threading.Thread(target=target, args=arguments, daemon=True).start()
     server.run(sockets=[listener])
+    server.finished.set()
     if server.failure is not None:
         print(f"error: {server.failure}", file=sys.stderr)
     return 0 if server.failure is None else 1
 
 
 if __name__ == "__main__":
+    # uvicorn raises the signals it caught once more after a clean shutdown.
+    for caught in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(caught, lambda *_: None)
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
