@@ -1,6 +1,7 @@
 """Process groups and rank helpers."""
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -51,14 +52,22 @@ def broadcast_object(value: Any, src: int = 0) -> Any:
     return box[0]
 
 
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's value, on every rank. Only picklable values of our own processes."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def raise_together(error: Exception | None, what: str) -> None:
     """Raise on every rank when any rank has an error, so that none waits in a collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         if error is not None:
             raise error
         return
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
+    messages = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
     failed = {r: m for r, m in enumerate(messages) if m is not None}
@@ -66,15 +75,21 @@ def raise_together(error: Exception | None, what: str) -> None:
         raise RuntimeError(f"{what} failed on other ranks: {failed}")
 
 
-def open_store(address: str, timeout_s: float, port: int = 0) -> Any:
-    """Serve a rendezvous store on ``address`` for ``join_group``; port 0 picks a free one
-    (``store.port``). Its data live as long as the store object."""
+def open_store(address: str, timeout_s: float) -> Any:
+    """Serve a rendezvous store for ``join_group`` on a free port (``store.port``) of ``address``.
+
+    Its data live as long as the store object."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    # Our own socket: the store would listen on every interface.
+    listener = socket.create_server((address, 0), family=family)
+    port = listener.getsockname()[1]
     return c10d.TCPStore(
         address,
         port,
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
     )
 
 
