@@ -220,26 +220,38 @@ async def _health(url: str) -> None:
         await client.close()
 
 
-def test_update_sessions_are_used_where_the_server_has_them(server: Server) -> None:
-    server.answers["begin_weight_update"] = (200, {"success": True})
-    server.answers["end_weight_update"] = (200, {"success": True})
-
-    async def update(client: EngineClient) -> None:
+async def update_to_7(client: EngineClient) -> None:
+    for _ in range(2):
         await client.begin_weight_update()
         await client.end_weight_update(7)
 
-    ask(server, update)
-    assert server.body("end_weight_update") == {"weight_version": "7"}
+
+def test_update_sessions_are_used_where_the_server_has_them(server: Server) -> None:
+    server.answers["begin_weight_update"] = (200, {"success": True})
+    server.answers["end_weight_update"] = (200, {"success": True})
+    server.answers["model_info"] = (200, {"weight_version": "7"})
+    ask(server, update_to_7)
+    assert [path for _, path, _ in server.asked] == [
+        *("begin_weight_update", "end_weight_update", "model_info") * 2
+    ]
 
 
 def test_a_server_without_update_sessions_is_asked_once(server: Server) -> None:
-    async def update(client: EngineClient) -> None:
-        for version in (1, 2):
-            await client.begin_weight_update()
-            await client.end_weight_update(version)
+    server.answers["model_info"] = (200, {"weight_version": "7"})
+    ask(server, update_to_7)
+    assert [path for _, path, _ in server.asked] == [
+        "begin_weight_update",
+        "model_info",
+        "model_info",
+    ]
 
-    ask(server, update)
-    assert [path for _, path, _ in server.asked] == ["begin_weight_update"]
+
+def test_an_engine_that_reports_another_version_after_the_update_is_an_error(
+    server: Server,
+) -> None:
+    server.answers["model_info"] = (200, {"weight_version": "6"})
+    with pytest.raises(EngineError, match="reports weight version 6 after the update to 7"):
+        ask(server, update_to_7)
 
 
 def test_an_update_session_that_is_refused_is_an_error(server: Server) -> None:
