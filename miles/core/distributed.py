@@ -8,9 +8,25 @@ import torch.distributed as dist
 
 from miles.core import device
 
+_hosted_stores: list[dist.TCPStore] = []
+
+
+def host_rendezvous(host: str) -> int:
+    """Serve the job's rendezvous store in this process and return its port.
+
+    The kernel picks the port while binding it, so nothing can take it in between.
+    """
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    _hosted_stores.append(store)
+    return store.port
+
 
 def init_process_group(timeout_minutes: float) -> None:
-    """Join the job's process group from the environment and bind this process's device."""
+    """Join the job's process group from the environment and bind this process's device.
+
+    With ``TORCHELASTIC_USE_AGENT_STORE=True`` in the environment every rank is a client of a
+    store that is already served (``host_rendezvous``, torchrun); else rank 0 serves it.
+    """
     device.bind(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(
         device.process_group_backend(), timeout=timedelta(minutes=timeout_minutes)
