@@ -99,15 +99,16 @@ class Job:
         if self._trainer is None or options.save is None:
             return
         sentinel = options.save_trigger_sentinel
-        asked = sentinel is not None and checkpoints.sentinel_requested(sentinel)
+        asked = checkpoints.sentinel_requested(sentinel)
         if not (asked or self._save_is_due(rollout_id)):
             return
         async with self._phase("train", "save_time", f"rollout {rollout_id}: saving"):
+            if asked:
+                checkpoints.mark_requested(options.save, rollout_id + 1)
             await self._rollout.save(checkpoints.staging_dir(options.save, rollout_id + 1))
             force_sync = asked or self._is_last(rollout_id)
             await self._trainer.save_model(rollout_id, force_sync=force_sync)
         if asked and sentinel is not None:
-            checkpoints.protect(options.save, rollout_id + 1)
             checkpoints.clear_sentinel(sentinel)
 
     async def sync_weights(self) -> None:
@@ -173,8 +174,7 @@ class Job:
             await self._rollout.set_engines(await self._engines.start())
 
     async def _resume_data(self) -> None:
-        load = self.config.checkpoint.load
-        folder = checkpoints.resolve_load(load) if load is not None else None
+        folder = checkpoints.resolve_load(self.config.checkpoint.load)
         if folder is not None:
             await self._rollout.load(folder)
             self.console.say(f"resumed from {folder}")

@@ -17,11 +17,13 @@ from typing import Any
 import ray
 
 from miles.config.root import MilesConfig
+from miles.contracts.engine import EngineError
 from miles.core import logging
 from miles.core.registry import Registry
 from miles.ray.errors import JobError, call, call_all, gather, kill
 from miles.ray.placement import Layout, Placement
-from miles.rollout.engine_client import EngineAddresses, EngineClient
+from miles.rollout.engine_client import EngineClient
+from miles.rollout.engine_set import EngineAddresses
 
 logger = logging.get(__name__)
 
@@ -160,9 +162,12 @@ class EngineGroup:
         async def healthy(url: str) -> bool:
             client = EngineClient(url, timeout_s=timeout_s)
             try:
-                return await client.health()
+                await client.health()
+            except EngineError:
+                return False
             finally:
                 await client.close()
+            return True
 
         answers = await asyncio.gather(*(healthy(url) for url in self._urls))
         return [index for index, answer in enumerate(answers) if not answer]

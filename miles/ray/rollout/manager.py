@@ -16,7 +16,7 @@ from miles.contracts.types import Group
 from miles.core import hf, logging
 from miles.rollout import batch, debug_data, supervised
 from miles.rollout.collect import Collector
-from miles.rollout.engine_client import EngineAddresses
+from miles.rollout.engine_set import EngineAddresses
 from miles.rollout.evaluate import Evaluator
 from miles.rollout.hooks import load_hook
 from miles.rollout.pool import EnginePool

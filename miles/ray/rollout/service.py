@@ -8,7 +8,7 @@ import ray
 from miles.config.root import MilesConfig
 from miles.ray.errors import call, kill
 from miles.ray.rollout.manager import GeneratedBatch, RolloutManager
-from miles.rollout.engine_client import EngineAddresses
+from miles.rollout.engine_set import EngineAddresses
 
 
 class RolloutService:

@@ -10,7 +10,7 @@ from miles.contracts.trainer import TrainRayActor
 from miles.core import distributed, logging
 from miles.core.registry import Registry
 from miles.ray.placement import Layout, Placement
-from miles.rollout.engine_client import EngineAddresses, HttpEngineSet
+from miles.rollout.engine_set import EngineAddresses, HttpEngineSet
 
 BACKENDS: Registry[type[TrainRayActor]] = Registry(
     "training backend", {"fsdp": "miles.backends.fsdp_utils.actor:FSDPTrainRayActor"}
@@ -24,6 +24,7 @@ class _Process:
     """What a rank's process needs around the contract; mixed into the backend's class."""
 
     _engines: HttpEngineSet | None = None
+    _addresses: EngineAddresses | None = None
 
     def host_rendezvous(self) -> tuple[str, int]:
         """Serve the job's rendezvous here (rank 0); return its address."""
@@ -44,12 +45,12 @@ class _Process:
     def update_weights_at(self, addresses: EngineAddresses) -> int:
         """``update_weights`` for engines given by address; connections are kept while they stay."""
         assert isinstance(self, TrainRayActor)
-        if self._engines is None or self._engines.addresses != addresses:
+        if self._engines is None or addresses != self._addresses:
             if self._engines is not None:
                 self._engines.close()
-            self._engines = HttpEngineSet(
-                addresses, timeout_s=self.config.weight_sync.update_weight_timeout_s
-            )
+            timeout_s = self.config.weight_sync.update_weight_timeout_s
+            self._engines = HttpEngineSet.of(addresses, timeout_s=timeout_s)
+            self._addresses = addresses
         return self.update_weights(self._engines)
 
     def dp_rank(self) -> int:

@@ -7,7 +7,7 @@ from miles.contracts.types import TrainStats
 from miles.ray.errors import JobError, call, call_all, kill
 from miles.ray.placement import Layout, Placement
 from miles.ray.train.actor_factory import create_actors
-from miles.rollout.engine_client import EngineAddresses
+from miles.rollout.engine_set import EngineAddresses
 
 
 class TrainGroup:
