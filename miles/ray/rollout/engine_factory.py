@@ -18,7 +18,7 @@ import ray
 
 from miles.config.root import MilesConfig
 from miles.contracts.engine import EngineError
-from miles.core import logging
+from miles.core import device, logging
 from miles.core.registry import Registry
 from miles.ray.errors import JobError, call, call_all, gather, kill
 from miles.ray.placement import Layout, Placement
@@ -53,10 +53,16 @@ def embedded_launch(config: MilesConfig, log_file: Path) -> EngineLaunch:
         "--context-length": rollout.sglang_context_length,
         "--max-running-requests": rollout.sglang_max_running_requests,
     }
+    num_engines = (
+        config.cluster.rollout_num_gpus or 1
+    ) // config.cluster.rollout_num_gpus_per_engine
     pairs = [str(x) for k, v in arguments.items() if v is not None for x in (k, v)]
     return EngineLaunch(
         command=(sys.executable, "-m", "miles.backends.embedded.server", *pairs),
-        environment={"TOKENIZERS_PARALLELISM": "false"},
+        environment={
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": device.threads_of_one(num_engines),
+        },
         log_file=str(log_file),
     )
 

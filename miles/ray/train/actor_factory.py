@@ -7,7 +7,7 @@ import ray
 
 from miles.config.root import MilesConfig
 from miles.contracts.trainer import TrainRayActor
-from miles.core import distributed, logging
+from miles.core import device, distributed, logging
 from miles.core.registry import Registry
 from miles.ray.placement import Layout, Placement
 from miles.rollout.engine_set import EngineAddresses, HttpEngineSet
@@ -65,7 +65,8 @@ def trainer_environment(config: MilesConfig, *, on_gpu: bool) -> dict[str, str]:
         # The engines set the same value; with different ones the first broadcast hangs.
         environment["NCCL_CUMEM_ENABLE"] = "0"
     else:
-        environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        ranks = config.cluster.actor_num_gpus_per_node
+        environment["OMP_NUM_THREADS"] = device.threads_of_one(ranks)
     return environment | {k: str(v) for k, v in config.cluster.train_env_vars.items()}
 
 
