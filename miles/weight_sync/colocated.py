@@ -14,7 +14,7 @@ from miles.core import distributed
 ALIGNMENT_BYTES = 64
 
 
-class _Slot:
+class Slot:
     """A segment, and the load that still reads it."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class ColocatedTransport:
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._slots = (_Slot(), _Slot())
+        self._slots = (Slot(), Slot())
         self._next = 0
 
     @property
