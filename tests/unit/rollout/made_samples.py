@@ -17,6 +17,7 @@ def made_sample(
     """Tokens differ by sample and place; engine log-probs are -0.1, -0.2, ..."""
     tokens = [(3 * index + place) % 11 for place in range(prompt + response)]
     defaults: dict[str, Any] = {
+        "tokens": tokens,
         "status": Status.COMPLETED,
         "loss_mask": [1] * response,
         "rollout_log_probs": [-0.1 * (place + 1) for place in range(response)],
@@ -25,7 +26,6 @@ def made_sample(
     return Sample(
         prompt=Prompt(group_id=group_id, text="", tokens=tuple(tokens[:prompt])),
         index=index,
-        tokens=tokens,
         response_length=response,
         reward=reward,
         **{**defaults, **fields},
