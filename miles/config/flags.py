@@ -8,7 +8,7 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args, get_type_hints
@@ -30,6 +30,9 @@ __all__ = ["UNSET", "Doc", "Flag", "FlagSpec", "add_arguments", "flag_specs", "r
 
 UNSET = object()
 """In a namespace: the flag was not given."""
+
+AddArgument = Callable[..., argparse.Action]
+"""``add_argument`` of a parser or of one of its groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +104,9 @@ def flag_specs(config_type: type) -> tuple[FlagSpec, ...]:
     specs: list[FlagSpec] = []
     for group, group_type in get_type_hints(config_type).items():
         hints = get_type_hints(group_type, include_extras=True)
-        specs += [_spec(group, field, hints[field.name]) for field in dataclasses.fields(group_type)]
+        specs += [
+            _spec(group, field, hints[field.name]) for field in dataclasses.fields(group_type)
+        ]
     dests = [spec.dest for spec in specs]
     assert len(dests) == len(set(dests)), "two groups declare the same flag"
     return tuple(specs)
@@ -123,7 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser, config_type: type) -> None:
         section = parser.add_argument_group(*group_heading(group_type))
         for spec in specs:
             if spec.group == group:
-                _declare(parser, section, spec)
+                _declare(parser, section.add_argument, spec)
 
 
 def read_namespace(namespace: argparse.Namespace, config_type: type) -> tuple[Any, list[Problem]]:
@@ -169,26 +174,24 @@ def _spec(group: str, field: "dataclasses.Field[Any]", hint: Any) -> FlagSpec:
     )
 
 
-def _declare(
-    parser: argparse.ArgumentParser, section: "argparse._ArgumentGroup", spec: FlagSpec
-) -> None:
+def _declare(parser: argparse.ArgumentParser, add: AddArgument, spec: FlagSpec) -> None:
     existing = parser._option_string_actions  # pyright: ignore[reportPrivateUsage]
     new = [option for option in spec.options if option not in existing]
     assert spec.shared or len(new) == len(spec.options), f"{spec.name} is declared twice"
     if spec.off is None:
         if new:
-            _declare_value(section, spec)
+            _declare_value(add, spec)
     else:
         for option in new:
-            _declare_switch(section, spec, option)
+            _declare_switch(add, spec, option)
     parser.set_defaults(**{spec.dest: spec.default})
 
 
-def _declare_switch(section: "argparse._ArgumentGroup", spec: FlagSpec, option: str) -> None:
+def _declare_switch(add: AddArgument, spec: FlagSpec, option: str) -> None:
     on = option == spec.on
     shown = option == spec.name or spec.default is None
     text = spec.help if option == spec.name else f"The opposite of {spec.on}."
-    section.add_argument(
+    add(
         option,
         dest=spec.dest,
         action="store_const",
@@ -197,16 +200,16 @@ def _declare_switch(section: "argparse._ArgumentGroup", spec: FlagSpec, option: 
     )
 
 
-def _declare_value(section: "argparse._ArgumentGroup", spec: FlagSpec) -> None:
+def _declare_value(add: AddArgument, spec: FlagSpec) -> None:
     text = _help(spec.doc, spec.default_text)
     if is_tuple(spec.annotation):
-        action = section.add_argument(
+        action = add(
             spec.on, dest=spec.dest, action=_StoreItems, nargs="+", metavar=spec.metavar, help=text
         )
         assert isinstance(action, _StoreItems)
         action.annotation = spec.annotation
         return
-    section.add_argument(
+    add(
         spec.on,
         dest=spec.dest,
         type=lambda value: convert(spec.annotation, value),

@@ -19,10 +19,12 @@ from miles.config.root import MilesConfig
 from miles.config.rules.problems import problem
 from miles.contracts.hook_check import check_hooks
 from miles.core import hf, logging
+from miles.rollout.rows import check_spec
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 log = logging.get(__name__)
+
 
 def parse_args(argv: Sequence[str] | None = None) -> MilesConfig:
     """The frozen config of a command line (default: this process's).

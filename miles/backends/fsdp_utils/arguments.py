@@ -19,15 +19,13 @@ ATTENTION_PACKAGES: Mapping[str, str] = {
 }
 """transformers attention -> the module that it needs."""
 
-_LORA_FLAGS = frozenset(
-    """
+_LORA_NAMES = """
     experts-shared-outer-loras exclude-modules lora-adapter-path lora-alpha lora-base-cpu-backup
     lora-dropout lora-rank lora-sync-from-tensor lora-train-only lora-type multi-lora-adapter
     multi-lora-api-port multi-lora-backend-path multi-lora-disable-service-mode
     multi-lora-http-server-path multi-lora-idle-poll-s multi-lora-max-adapter-global-batch-size
     multi-lora-max-coalesce-wait-s multi-lora-max-empty-wait-s multi-lora-n-adapters target-modules
-    """.split()
-)
+"""
 
 _ARCHITECTURE = (
     "leave it out: the architecture comes from the config.json of --hf-checkpoint, not from flags"
@@ -102,7 +100,7 @@ def check(config: MilesConfig, given: frozenset[str]) -> list[Problem]:
 def refuse(foreign: Foreign) -> Problem | None:
     """The problem of a flag that belongs to the other backend; ``None`` for any other flag."""
     name = foreign.name.removeprefix("--")
-    if name in _LORA_FLAGS:
+    if name in _LORA_NAMES.split():
         remedy = "LoRA is not supported by the fsdp backend, which trains all weights; leave it out"
         return Problem(foreign.name, foreign.value, remedy)
     if name not in MEGATRON_FLAGS:

@@ -1,4 +1,4 @@
-"""What follows from flags (``resolve``) and what they must not be (``check``): pure rules in tables."""
+"""Derivations (``resolve``) and constraints (``check``) of a config: tables of pure rules."""
 
 from miles.config.errors import Problem
 from miles.config.root import MilesConfig

@@ -81,9 +81,7 @@ APPLIES: tuple[Applies, ...] = (
         lambda c: (c.reward.rm_type or "").endswith("remote_rm"),
         "with --rm-type remote_rm",
     ),
-    Applies(
-        ("group_rm",), lambda c: c.hooks.custom_rm_path is not None, "with --custom-rm-path"
-    ),
+    Applies(("group_rm",), lambda c: c.hooks.custom_rm_path is not None, "with --custom-rm-path"),
     # Algorithm.
     Applies(
         ("grpo_std_normalization",),
@@ -136,9 +134,7 @@ APPLIES: tuple[Applies, ...] = (
     ),
     Applies(
         ("lr_warmup_init",),
-        lambda c: (
-            c.optimizer.lr_warmup_iters > 0 or c.optimizer.lr_warmup_fraction is not None
-        ),
+        lambda c: c.optimizer.lr_warmup_iters > 0 or c.optimizer.lr_warmup_fraction is not None,
         "with --lr-warmup-iters or --lr-warmup-fraction",
     ),
     Applies(

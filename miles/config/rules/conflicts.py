@@ -110,9 +110,7 @@ def deterministic_rollouts_race_for_nothing(config: MilesConfig, given: Given) -
         problems.append(problem(config, *dests, remedy=remedy))
     if rollout.partial_rollout:
         remedy = "which responses are aborted is not deterministic; leave one out"
-        problems.append(
-            problem(config, "deterministic_rollout", "partial_rollout", remedy=remedy)
-        )
+        problems.append(problem(config, "deterministic_rollout", "partial_rollout", remedy=remedy))
     if rollout.rollout_engine == "sglang":
         remedy = "only the embedded engine is bit-equal; use --rollout-engine embedded"
         problems.append(problem(config, "deterministic_rollout", "rollout_engine", remedy=remedy))

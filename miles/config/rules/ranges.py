@@ -1,7 +1,6 @@
 """The range of every number, and which texts and lists have a form of their own."""
 
 import math
-import re
 from dataclasses import dataclass
 
 from miles.config.errors import Problem
@@ -131,11 +130,6 @@ RANGES: dict[str, Range] = {
     "debug_exit_after_rollout": COUNT,
 }
 
-PROMPT_DATA = re.compile(
-    r"reasoning_gym:\w+|(?P<file>.+?\.(?:jsonl|parquet))(?:@\[-?\d*:-?\d*\])?", re.ASCII
-)
-"""A task family, or a file with an optional row slice."""
-
 
 def numbers_are_in_range(config: MilesConfig, given: Given) -> list[Problem]:
     """Every number is in its range."""
@@ -154,21 +148,6 @@ def token_ids_are_not_negative(config: MilesConfig, given: Given) -> list[Proble
     if all(token >= 0 for token in config.rollout.rollout_stop_token_ids):
         return []
     return [problem(config, "rollout_stop_token_ids", remedy="token ids are not negative")]
-
-
-def prompt_data_has_a_known_form(config: MilesConfig, given: Given) -> list[Problem]:
-    """Prompt data is a file of a known kind, perhaps with a slice, or a task family."""
-    remedy = (
-        "must be a .jsonl or .parquet file, optionally with a row slice (file.jsonl@[0:100]), or "
-        "reasoning_gym:FAMILY"
-    )
-    sources = [("prompt_data", config.data.prompt_data)]
-    sources += [("eval_prompt_data", path) for path in config.evaluation.eval_prompt_data[1::2]]
-    return [
-        problem(config, dest, remedy=f"{path!r} {remedy}")
-        for dest, path in sources
-        if path is not None and PROMPT_DATA.fullmatch(path) is None
-    ]
 
 
 def evaluation_sets_come_in_pairs(config: MilesConfig, given: Given) -> list[Problem]:
@@ -222,7 +201,6 @@ def _is_derived(dest: str) -> bool:
 RANGE_CHECKS: tuple[Check, ...] = (
     numbers_are_in_range,
     token_ids_are_not_negative,
-    prompt_data_has_a_known_form,
     evaluation_sets_come_in_pairs,
     environment_is_text,
     paths_have_a_place_for_the_rollout,

@@ -52,10 +52,10 @@ def response_length_is_given(config: MilesConfig, given: Given) -> list[Problem]
     if generates_rollouts(config) and limit is None:
         remedy = "is required: most new tokens of a response"
         return [problem(config, "rollout_max_response_len", remedy=remedy)]
-    if needs_engines(config) and evaluates(config):
-        if config.evaluation.eval_max_response_len is None:
-            remedy = "is required: most new tokens of a response in evaluation"
-            return [problem(config, "eval_max_response_len", remedy=remedy)]
+    limit = config.evaluation.eval_max_response_len
+    if needs_engines(config) and evaluates(config) and limit is None:
+        remedy = "is required: most new tokens of a response in evaluation"
+        return [problem(config, "eval_max_response_len", remedy=remedy)]
     return []
 
 
@@ -83,7 +83,7 @@ def reward_is_given(config: MilesConfig, given: Given) -> list[Problem]:
 
 def companions_are_given(config: MilesConfig, given: Given) -> list[Problem]:
     """Flags that need another one have it."""
-    hooks, data, reward = config.hooks, config.data, config.reward
+    hooks, data, reward, optimizer = config.hooks, config.data, config.reward, config.optimizer
     missing = (
         (
             "custom_loss_function_path",
@@ -107,7 +107,7 @@ def companions_are_given(config: MilesConfig, given: Given) -> list[Problem]:
         ),
         (
             "lr_wsd_decay_iters",
-            config.optimizer.lr_decay_style == "WSD" and config.optimizer.lr_wsd_decay_iters is None,
+            optimizer.lr_decay_style == "WSD" and optimizer.lr_wsd_decay_iters is None,
             "is required with --lr-decay-style WSD: steps of the final decay",
         ),
         (

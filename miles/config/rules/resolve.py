@@ -56,9 +56,7 @@ def steps_divide_the_rollout(config: MilesConfig) -> MilesConfig:
         steps = -(-samples // batch)
     else:
         return config
-    return replace(
-        config, data=replace(data, global_batch_size=batch, num_steps_per_rollout=steps)
-    )
+    return replace(config, data=replace(data, global_batch_size=batch, num_steps_per_rollout=steps))
 
 
 def submit_one_batch_at_a_time(config: MilesConfig) -> MilesConfig:
