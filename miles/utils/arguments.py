@@ -19,7 +19,7 @@ from miles.config.root import MilesConfig
 from miles.config.rules.problems import problem
 from miles.contracts.hook_check import check_hooks
 from miles.core import hf, logging
-from miles.rollout.rows import check_spec
+from miles.rollout import prompts
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -145,13 +145,6 @@ def check_models(config: MilesConfig) -> list[Problem]:
     return problems
 
 
-def check_prompts(config: MilesConfig) -> list[Problem]:
-    """Prompt files are there, and task families are known."""
-    specs = [("--prompt-data", config.data.prompt_data)]
-    specs += [("--eval-prompt-data", path) for path in config.evaluation.eval_prompt_data[1::2]]
-    return [found for flag, spec in specs if spec is not None for found in check_spec(flag, spec)]
-
-
 def check_chat_template(config: MilesConfig) -> list[Problem]:
     """The chat template is there."""
     path = config.data.chat_template_path
@@ -162,11 +155,11 @@ def check_chat_template(config: MilesConfig) -> list[Problem]:
 
 OUTSIDE_CHECKS: tuple[Callable[[MilesConfig], list[Problem]], ...] = (
     check_models,
-    check_prompts,
+    prompts.check,
     check_chat_template,
     check_hooks,
 )
-"""Checks that look outside the config: at files and at user code."""
+"""Checks that look at files and at user code, and those of the modules that they serve."""
 
 
 if __name__ == "__main__":

@@ -150,17 +150,6 @@ def token_ids_are_not_negative(config: MilesConfig, given: Given) -> list[Proble
     return [problem(config, "rollout_stop_token_ids", remedy="token ids are not negative")]
 
 
-def evaluation_sets_come_in_pairs(config: MilesConfig, given: Given) -> list[Problem]:
-    """--eval-prompt-data is name file name file ..., each name once."""
-    pairs = config.evaluation.eval_prompt_data
-    names = pairs[::2]
-    if len(pairs) % 2 == 1:
-        return [problem(config, "eval_prompt_data", remedy="must be pairs: name file [name file]")]
-    if len(names) != len(set(names)):
-        return [problem(config, "eval_prompt_data", remedy="give each set its own name")]
-    return []
-
-
 def environment_is_text(config: MilesConfig, given: Given) -> list[Problem]:
     """Environment variables are text."""
     wrong = [k for k, v in config.cluster.train_env_vars.items() if not isinstance(v, str)]
@@ -201,7 +190,6 @@ def _is_derived(dest: str) -> bool:
 RANGE_CHECKS: tuple[Check, ...] = (
     numbers_are_in_range,
     token_ids_are_not_negative,
-    evaluation_sets_come_in_pairs,
     environment_is_text,
     paths_have_a_place_for_the_rollout,
 )

@@ -21,16 +21,6 @@ def batch_is_given(config: MilesConfig, given: Given) -> list[Problem]:
     return [problem(config, "rollout_batch_size", remedy="is required: prompts of one rollout")]
 
 
-def prompts_are_given(config: MilesConfig, given: Given) -> list[Problem]:
-    """Prompts come from a file, from a data source of one's own, or from a recorded rollout."""
-    recorded = config.observability.load_debug_rollout_data is not None
-    own_source = config.hooks.data_source_path is not None
-    if config.data.prompt_data is not None or own_source or recorded:
-        return []
-    remedy = "is required: a .jsonl or .parquet file, or reasoning_gym:FAMILY"
-    return [problem(config, "prompt_data", remedy=remedy)]
-
-
 def length_of_the_run_is_given(config: MilesConfig, given: Given) -> list[Problem]:
     """The number of rollouts is given in one way."""
     data = config.data
@@ -123,7 +113,6 @@ def companions_are_given(config: MilesConfig, given: Given) -> list[Problem]:
 REQUIRED_CHECKS: tuple[Check, ...] = (
     model_is_given,
     batch_is_given,
-    prompts_are_given,
     length_of_the_run_is_given,
     response_length_is_given,
     engines_have_gpus,
