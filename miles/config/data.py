@@ -38,9 +38,11 @@ class DataConfig:
     loss_mask_type: Annotated[
         str, Doc("How a supervised conversation is masked: see docs/customization.md.")
     ] = "qwen"
-    num_rollout: Annotated[int | None, Doc("Rollouts to run.")] = None
+    num_rollout: Annotated[
+        int | None, Doc("Rollouts to run, counted from 0 (also after a resume).")
+    ] = None
     num_epoch: Annotated[
-        int | None, Doc("Epochs over the prompts; gives --num-rollout when that is not set.")
+        int | None, Doc("Epochs over the prompts: the other way to say --num-rollout.")
     ] = None
     start_rollout_id: Annotated[
         int | None, Doc("First rollout id; by default what the checkpoint says, else 0.")
@@ -48,7 +50,9 @@ class DataConfig:
     rollout_batch_size: Annotated[int | None, Doc("Prompts of one rollout (required).")] = None
     n_samples_per_prompt: Annotated[int, Doc("Responses to each prompt.")] = 1
     global_batch_size: Annotated[
-        int | None, Doc("Samples of one optimizer step."), Flag(shared=True)
+        int | None,
+        Doc("Samples of one optimizer step; by default the whole rollout."),
+        Flag(shared=True),
     ] = None
     num_steps_per_rollout: Annotated[
         int | None,
