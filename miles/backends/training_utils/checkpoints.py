@@ -224,8 +224,8 @@ def _refuse_other_kinds(folder: Path) -> None:
     if (folder / "config.json").is_file() and not (folder / TRACKER).exists():
         raise _refused(
             folder,
-            "is a Hugging Face directory, which --hf-checkpoint (or --ref-load) takes; --load takes "
-            "a directory that this program saved to",
+            "is a Hugging Face directory, which --hf-checkpoint (or --ref-load) takes; --load "
+            "takes a directory that this program saved to",
         )
 
 
