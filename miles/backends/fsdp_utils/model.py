@@ -120,6 +120,11 @@ class ShardedModel:
         self.reshard()
         return logits, seen[0]
 
+    def persistent_tensors(self) -> dict[str, Tensor]:
+        """Parameters and the buffers that belong to a checkpoint; the live tensors."""
+        kept = self.module.state_dict().keys()
+        return {key: t for key, t in model_tensors(self.module).items() if key in kept}
+
     def reshard(self) -> None:
         """Free what a forward pass without backward left gathered (the root's parameters)."""
         for module in self.module.modules():
@@ -160,6 +165,7 @@ def load_model(
     _check_uniform({stored[key] for key, _ in module.named_parameters()})
     for key, parameter in module.named_parameters():
         parameter.data = parameter.data.to(stored[key])
+    module.requires_grad_(not precision.frozen)
     _shard(module, mesh, precision)
     module.to_empty(device=device.current_device())
     module.tie_weights()

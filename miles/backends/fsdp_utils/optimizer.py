@@ -59,6 +59,7 @@ class Optimizer:
         self._model = model
         self._clip = config.clip_grad
         self._parallel = parallel
+        self._fused = device.supports_fused_optimizer()
         self.names: dict[str, Tensor] = dict(model.module.named_parameters())
         # A rate of 1 that the schedule multiplies: the product is exactly what the schedule says.
         self.adam = AdamW(
@@ -67,7 +68,7 @@ class Optimizer:
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
             weight_decay=config.weight_decay,
-            fused=True,
+            fused=self._fused,
         )
         self.schedule = LambdaLR(
             self.adam, lambda step: learning_rate_at(step, config, total_steps)
@@ -121,7 +122,7 @@ class Optimizer:
         )
 
     def reset(self) -> None:
-        """Forget the moments and their step count; the schedule stays (--reset-optimizer-states)."""
+        """Forget the moments and their step count; the schedule goes on."""
         for tensor in self.state_tensors().values():
             local_tensor(tensor).zero_()
 
@@ -157,8 +158,9 @@ class Optimizer:
     def _initialise_state(self) -> None:
         """What AdamW makes in its first step, so that it can be saved or loaded before."""
         for parameter in self.names.values():
+            where = parameter.device if self._fused else torch.device("cpu")
             self.adam.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "step": torch.zeros((), dtype=torch.float32, device=where),
                 **{kind: torch.zeros_like(parameter) for kind in MOMENTS},
             }
 
@@ -178,7 +180,8 @@ class Optimizer:
         if self._clip > 0:
             factor *= min(1.0, self._clip / (grad_norm + 1e-6))
         if factor != 1.0:
-            torch._foreach_mul_([local_tensor(g) for g in self._gradients()], factor)
+            gradients = [local_tensor(gradient) for gradient in self._gradients()]
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore
 
     def _reduce(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
         """Sums over data-parallel ranks; every rank has the same keys."""

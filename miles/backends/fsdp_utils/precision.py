@@ -16,9 +16,13 @@ class Precision:
     compute: torch.dtype
     """Of the gathered parameters and the activations."""
     fp32_master: bool
+    frozen: bool = False
+    """A reference: nothing rounds its weights but the gather, so they may be stored as gathered."""
 
     def stored(self, checkpoint: torch.dtype) -> torch.dtype:
         """Of the sharded parameters and the optimizer's moments."""
+        if self.frozen:
+            return self.compute
         return torch.float32 if self.fp32_master else self.exported(checkpoint)
 
     def exported(self, checkpoint: torch.dtype) -> torch.dtype:

@@ -37,8 +37,8 @@ def check_packing(model: ShardedModel) -> None:
     collective."""
     if device.has_accelerator() and builds_packed_mask(model.implementation):
         remedy = (
-            f"attention {model.implementation!r} of {type(model.module).__name__} would build a mask"
-            " of tokens x tokens: leave it out (padded micro-batches), or choose another"
+            f"attention {model.implementation!r} of {type(model.module).__name__} would build a"
+            " mask of tokens x tokens: leave it out (padded micro-batches), or choose another"
             " --attn-implementation"
         )
         raise ConfigError([Problem("--use-dynamic-batch-size", True, remedy)])
