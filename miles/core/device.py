@@ -109,6 +109,13 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(state["device"])
 
 
+def threads_of_one(num_processes: int) -> str:
+    """``OMP_NUM_THREADS`` for one of so many processes that compute at the same time on this
+    machine's cores: the user's value if set, else an equal share."""
+    share = max(1, (os.cpu_count() or 1) // max(1, num_processes))
+    return os.environ.get("OMP_NUM_THREADS", str(share))
+
+
 def visible_devices() -> list[str] | None:
     """Ids in the first visible-devices variable that is set, in its order; ``None`` if unset."""
     for variable in VISIBLE_DEVICE_VARIABLES:
