@@ -107,7 +107,11 @@ def test_a_bad_value_in_a_file_names_flag_and_file(
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b"a: [", "is not YAML"), (b"- a", "must hold a mapping"), (b"\xff\xfe\x00", "cannot be read")],
+    [
+        (b"a: [", "is not YAML"),
+        (b"- a", "must hold a mapping"),
+        (b"\xff\xfe\x00", "cannot be read"),
+    ],
 )
 def test_a_broken_file_is_refused(tmp_path: Path, content: bytes, says: str) -> None:
     path = tmp_path / "broken.yaml"
