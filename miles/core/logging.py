@@ -16,6 +16,10 @@ def setup(role: str, level: int = logging.INFO) -> None:
     root.propagate = False
 
 
+INFO = logging.INFO
+WARNING = logging.WARNING
+
+
 def get(name: str) -> logging.Logger:
     """The logger of a module: ``get(__name__)``."""
     return logging.getLogger(name)

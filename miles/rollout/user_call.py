@@ -69,7 +69,7 @@ class DaemonThreads:
             self._idle.release()
 
 
-_threads = DaemonThreads(MAX_THREADS)
+USER_THREADS = DaemonThreads(MAX_THREADS)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -94,7 +94,7 @@ async def call_bounded(function: Callable[..., Any], *args: Any, timeout_s: floa
         start_s.append(time.monotonic())
         return function(*args)
 
-    future = _threads.submit(run)
+    future = USER_THREADS.submit(run)
     result = asyncio.wrap_future(future)
     try:
         remaining_s = timeout_s
@@ -106,4 +106,4 @@ async def call_bounded(function: Callable[..., Any], *args: Any, timeout_s: floa
         raise TimeoutError(f"no answer after {timeout_s:g} s")
     finally:
         if not future.done():
-            _threads.abandon(future)
+            USER_THREADS.abandon(future)
