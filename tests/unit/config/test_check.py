@@ -57,7 +57,6 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
         (),
     ),
     (required.companions_are_given, "--max-tokens-per-gpu", ("--use-dynamic-batch-size",), ()),
-    (required.companions_are_given, "--rm-url", ("--rm-type", "remote_rm"), ()),
     (required.companions_are_given, "--eval-interval", EVAL[:3], ()),
     (required.companions_are_given, "--lr-wsd-decay-iters", ("--lr-decay-style", "WSD"), ()),
     (
@@ -75,17 +74,12 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
     ),
     (ranges.environment_is_text, "--train-env-vars", ("--train-env-vars", '{"A": 1}'), ()),
     (
-        ranges.paths_have_a_place_for_the_rollout,
+        ranges.exports_have_their_own_path,
         "--save-hf",
         ("--save", "s", "--save-hf", "hf/{step}"),
         (),
     ),
-    (
-        ranges.paths_have_a_place_for_the_rollout,
-        "--save-debug-rollout-data",
-        ("--save-debug-rollout-data", "debug.bin"),
-        (),
-    ),
+    (ranges.log_level_is_known, "--sglang-log-level", ("--sglang-log-level", "loud"), ()),
     (flags_given_have_an_effect, "--tis-clip", ("--tis-clip", "3"), ()),
     (offload_needs_colocation, "--offload-train", ("--offload-train",), ()),
     (offload_needs_colocation, "--offload-rollout", ("--offload-rollout",), ()),
