@@ -1,7 +1,7 @@
 """Prompts in, batches out."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from miles.config.flags import Doc, Flag
 
@@ -36,7 +36,11 @@ class DataConfig:
         str | None, Doc("A jinja file that replaces the tokenizer's chat template.")
     ] = None
     loss_mask_type: Annotated[
-        str, Doc("How a supervised conversation is masked: see docs/customization.md.")
+        Literal["qwen", "qwen3", "distill_qwen"],
+        Doc(
+            "Supervised conversations. qwen: every assistant turn trains; qwen3: each as the "
+            "template shows it while it is the newest; distill_qwen: only the last, word for word."
+        ),
     ] = "qwen"
     num_rollout: Annotated[
         int | None, Doc("Rollouts to run, counted from 0 (also after a resume).")

@@ -26,5 +26,4 @@ def generates_rollouts(config: MilesConfig) -> bool:
 
 def needs_engines(config: MilesConfig) -> bool:
     """Whether a job has engines at all: for its rollouts, or for evaluation beside them."""
-    recorded = config.observability.load_debug_rollout_data is not None
-    return not recorded and (not is_supervised(config) or evaluates(config))
+    return generates_rollouts(config) or evaluates(config)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from miles.backends.fsdp_utils import arguments as fsdp_arguments
+from miles.backends.training_utils.checkpoints import check_load
 from miles.config import rules
 from miles.config.command_line import CommandLine, Foreign, read_command_line, unknown_flag
 from miles.config.errors import ConfigError, Problem
@@ -19,7 +20,8 @@ from miles.config.root import MilesConfig
 from miles.config.rules.problems import problem
 from miles.contracts.hook_check import check_hooks
 from miles.core import hf, logging
-from miles.rollout import prompts
+from miles.rollout import debug_data, prompts
+from miles.rollout.rewards import table as rewards
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -145,6 +147,11 @@ def check_models(config: MilesConfig) -> list[Problem]:
     return problems
 
 
+def check_checkpoint(config: MilesConfig) -> list[Problem]:
+    """What --load names is a checkpoint or the place of a fresh start."""
+    return check_load(config.checkpoint.load)
+
+
 def check_chat_template(config: MilesConfig) -> list[Problem]:
     """The chat template is there."""
     path = config.data.chat_template_path
@@ -156,6 +163,9 @@ def check_chat_template(config: MilesConfig) -> list[Problem]:
 OUTSIDE_CHECKS: tuple[Callable[[MilesConfig], list[Problem]], ...] = (
     check_models,
     prompts.check,
+    rewards.check,
+    debug_data.check,
+    check_checkpoint,
     check_chat_template,
     check_hooks,
 )

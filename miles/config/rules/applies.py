@@ -36,8 +36,8 @@ APPLIES: tuple[Applies, ...] = (
     ),
     Applies(
         ("loss_mask_type",),
-        lambda c: is_supervised(c) or _has_own_generate(c),
-        "to conversations: with --loss-type sft_loss or a multi-turn generate function",
+        is_supervised,
+        "with --loss-type sft_loss",
     ),
     Applies(
         ("max_tokens_per_gpu",),
@@ -64,6 +64,7 @@ APPLIES: tuple[Applies, ...] = (
     Applies(
         (
             "generate_max_turns",
+            "generate_tool_timeout_s",
             "generate_tool_specs_path",
             "generate_execute_tool_function_path",
         ),
@@ -81,7 +82,6 @@ APPLIES: tuple[Applies, ...] = (
         lambda c: (c.reward.rm_type or "").endswith("remote_rm"),
         "with --rm-type remote_rm",
     ),
-    Applies(("group_rm",), lambda c: c.hooks.custom_rm_path is not None, "with --custom-rm-path"),
     # Algorithm.
     Applies(
         ("grpo_std_normalization",),

@@ -81,6 +81,7 @@ RANGES: dict[str, Range] = {
     "rollout_max_response_len": COUNT,
     "over_sampling_batch_size": COUNT,
     "generate_max_turns": COUNT,
+    "generate_tool_timeout_s": POSITIVE,
     "sglang_server_concurrency": COUNT,
     "sglang_context_length": COUNT,
     "sglang_max_running_requests": COUNT,
@@ -159,23 +160,25 @@ def environment_is_text(config: MilesConfig, given: Given) -> list[Problem]:
     return [problem(config, "train_env_vars", remedy=remedy)]
 
 
-def paths_have_a_place_for_the_rollout(config: MilesConfig, given: Given) -> list[Problem]:
-    """Templates of paths have no other field than {rollout_id}."""
-    problems: list[Problem] = []
-    for dest in ("save_hf", "save_debug_rollout_data", "load_debug_rollout_data"):
-        template = values_of(config)[dest]
-        if template is None:
-            continue
-        try:
-            path = template.format(rollout_id=0)
-        except (KeyError, IndexError, ValueError):
-            remedy = "must be a path whose only field in braces is {rollout_id}"
-            problems.append(problem(config, dest, remedy=remedy))
-            continue
-        if dest == "save_debug_rollout_data" and path == template:
-            remedy = "needs {rollout_id}, or each rollout overwrites the one before"
-            problems.append(problem(config, dest, remedy=remedy))
-    return problems
+def exports_have_their_own_path(config: MilesConfig, given: Given) -> list[Problem]:
+    """The template of --save-hf has no other field than {rollout_id}."""
+    template = config.checkpoint.save_hf
+    if template is None:
+        return []
+    try:
+        template.format(rollout_id=0)
+    except (KeyError, IndexError, ValueError):
+        remedy = "must be a path whose only field in braces is {rollout_id}"
+        return [problem(config, "save_hf", remedy=remedy)]
+    return []
+
+
+def log_level_is_known(config: MilesConfig, given: Given) -> list[Problem]:
+    """The engine server's log level is one of logging's, in upper or lower case."""
+    levels = ("critical", "error", "warning", "info", "debug")
+    if config.rollout.sglang_log_level.lower() in levels:
+        return []
+    return [problem(config, "sglang_log_level", remedy=f"choose from {', '.join(levels)}")]
 
 
 def _is_derived(dest: str) -> bool:
@@ -191,5 +194,6 @@ RANGE_CHECKS: tuple[Check, ...] = (
     numbers_are_in_range,
     token_ids_are_not_negative,
     environment_is_text,
-    paths_have_a_place_for_the_rollout,
+    exports_have_their_own_path,
+    log_level_is_known,
 )

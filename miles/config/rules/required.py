@@ -1,6 +1,6 @@
 """What every run needs, and what some runs need."""
 
-from miles.config.derived import evaluates, generates_rollouts, is_supervised, needs_engines
+from miles.config.derived import evaluates, generates_rollouts, needs_engines
 from miles.config.errors import Problem
 from miles.config.root import MilesConfig
 from miles.config.rules.problems import Check, Given, problem
@@ -63,7 +63,7 @@ def reward_is_given(config: MilesConfig, given: Given) -> list[Problem]:
     if kind is not None and custom is not None:
         remedy = "both score a response; leave one out"
         return [problem(config, "rm_type", "custom_rm_path", remedy=remedy)]
-    scored = generates_rollouts(config) or (needs_engines(config) and is_supervised(config))
+    scored = needs_engines(config)
     replaced = config.hooks.rollout_function_path is not None
     if kind is not None or custom is not None or replaced or not scored:
         return []
@@ -73,7 +73,7 @@ def reward_is_given(config: MilesConfig, given: Given) -> list[Problem]:
 
 def companions_are_given(config: MilesConfig, given: Given) -> list[Problem]:
     """Flags that need another one have it."""
-    hooks, data, reward, optimizer = config.hooks, config.data, config.reward, config.optimizer
+    hooks, data, optimizer = config.hooks, config.data, config.optimizer
     missing = (
         (
             "custom_loss_function_path",
@@ -84,11 +84,6 @@ def companions_are_given(config: MilesConfig, given: Given) -> list[Problem]:
             "max_tokens_per_gpu",
             data.use_dynamic_batch_size and data.max_tokens_per_gpu is None,
             "is required with --use-dynamic-batch-size",
-        ),
-        (
-            "rm_url",
-            (reward.rm_type or "").endswith("remote_rm") and reward.rm_url is None,
-            "is required with --rm-type remote_rm",
         ),
         (
             "eval_interval",
