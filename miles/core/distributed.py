@@ -86,22 +86,27 @@ def broadcast_object(value: Any, src: int = 0) -> Any:
     return box[0]
 
 
-def gather_objects(value: Any) -> list[Any]:
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, on every rank. Only picklable values of our own processes."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
-def raise_together(error: Exception | None, what: str) -> None:
-    """Raise on every rank when any rank has an error, so that none waits in a collective."""
+def raise_together(
+    error: Exception | None, what: str, group: dist.ProcessGroup | None = None
+) -> None:
+    """Raise on every rank when any rank has an error, so that none waits in a collective.
+
+    A thread beside the main one needs a ``group`` of its own (of all ranks).
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         if error is not None:
             raise error
         return
-    messages = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    messages = gather_objects(None if error is None else f"{type(error).__name__}: {error}", group)
     if error is not None:
         raise error
     failed = {r: m for r, m in enumerate(messages) if m is not None}
