@@ -1,6 +1,7 @@
 """Process groups and rank helpers."""
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,9 +16,43 @@ from miles.core import device
 # The store and backend classes are documented, but torch's annotations do not export them.
 c10d: Any = dist
 
+DEFAULT_TIMEOUT_S = 300.0
+
+_hosted_stores: list[Any] = []
+
+
+def open_store(address: str, timeout_s: float) -> Any:
+    """Serve a rendezvous store on a port of ``address`` that the kernel picks (``store.port``).
+
+    Nothing can take the port between choosing and binding. The data live as long as the object.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    # Our own socket: the store would listen on every interface.
+    listener = socket.create_server((address, 0), family=family)
+    port = listener.getsockname()[1]
+    return c10d.TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def host_rendezvous(host: str) -> int:
+    """Serve the job's rendezvous store in this process and return its port."""
+    store = open_store(host, DEFAULT_TIMEOUT_S)
+    _hosted_stores.append(store)
+    return store.port
+
 
 def init_process_group(timeout_minutes: float) -> None:
-    """Join the job's process group from the environment and bind this process's device."""
+    """Join the job's process group from the environment and bind this process's device.
+
+    With ``TORCHELASTIC_USE_AGENT_STORE=True`` in the environment every rank is a client of a
+    store that is already served (``host_rendezvous``, torchrun); else rank 0 serves it.
+    """
     device.bind(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(
         device.process_group_backend(), timeout=timedelta(minutes=timeout_minutes)
@@ -51,31 +86,32 @@ def broadcast_object(value: Any, src: int = 0) -> Any:
     return box[0]
 
 
-def raise_together(error: Exception | None, what: str) -> None:
-    """Raise on every rank when any rank has an error, so that none waits in a collective."""
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's value, on every rank. Only picklable values of our own processes."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def raise_together(
+    error: Exception | None, what: str, group: dist.ProcessGroup | None = None
+) -> None:
+    """Raise on every rank when any rank has an error, so that none waits in a collective.
+
+    A thread beside the main one needs a ``group`` of its own (of all ranks).
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         if error is not None:
             raise error
         return
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
+    messages = gather_objects(None if error is None else f"{type(error).__name__}: {error}", group)
     if error is not None:
         raise error
     failed = {r: m for r, m in enumerate(messages) if m is not None}
     if failed:
         raise RuntimeError(f"{what} failed on other ranks: {failed}")
-
-
-def open_store(address: str, timeout_s: float, port: int = 0) -> Any:
-    """Serve a rendezvous store on ``address`` for ``join_group``; port 0 picks a free one
-    (``store.port``). Its data live as long as the store object."""
-    return c10d.TCPStore(
-        address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-    )
 
 
 class JoinedGroup:

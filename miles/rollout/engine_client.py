@@ -186,9 +186,16 @@ class EngineClient:
             self._check_answer("begin_weight_update", status, answer)
 
     async def end_weight_update(self, version: int) -> None:
-        """Close the update that ``begin_weight_update`` opened."""
+        """Close the update that ``begin_weight_update`` opened; ``version`` came with its loads.
+
+        Raises when the engine does not report that version afterwards."""
         if self._has_update_session:
-            await self._command("end_weight_update", {"weight_version": str(version)})
+            await self._command("end_weight_update", {})
+        reported = await self.weight_version()
+        if reported != version:
+            raise EngineError(
+                f"{self.url}: reports weight version {reported} after the update to {version}"
+            )
 
     async def load(self, ref: WeightRef, version: int) -> None:
         """Load one bucket; returns when its bytes are in the model."""

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -146,13 +146,13 @@ class HttpEngineSet:
             self._finalizer = weakref.finalize(self, self._thread.stop)
         return self._thread
 
-    def _call[T](self, call: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
+    def _call[T](self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> list[T]:
         thread = self._started()
         return thread.submit(_results(thread.clients, call)).result(self._timeout_s + MARGIN_S)
 
 
 async def _results[T](
-    clients: list[EngineClient], call: Callable[[EngineClient], Awaitable[T]]
+    clients: list[EngineClient], call: Callable[[EngineClient], Coroutine[Any, Any, T]]
 ) -> list[T]:
     """Every engine's result. Waits for all of them before it raises, with every failure."""
     results = await asyncio.gather(*map(call, clients), return_exceptions=True)
@@ -166,9 +166,11 @@ async def _results[T](
 
 
 async def _on_all(
-    clients: list[EngineClient], call: Callable[[EngineClient], Awaitable[None]]
+    clients: list[EngineClient], call: Callable[[EngineClient], Coroutine[Any, Any, None]]
 ) -> None:
-    await _results(clients, call)
+    """Like ``_results``, but the first failure is raised at once: others may be waiting for the
+    engine that failed."""
+    await asyncio.gather(*map(call, clients))
 
 
 def _rebuild(addresses: EngineAddresses, timeout_s: float) -> HttpEngineSet:
