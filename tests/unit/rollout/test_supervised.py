@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts.made_models import make_tokenizer
 
 from miles.contracts.hooks import RolloutContext, RolloutOutput
 from miles.contracts.types import Status
 from miles.rollout.prompts import PromptSource
 from miles.rollout.supervised import rollout
+from scripts.made_models import make_tokenizer
 from tests.unit.rollout.scripted import ScriptedEngines, made_config
 
 TOKENIZER: Any = make_tokenizer()
