@@ -45,7 +45,11 @@ class RolloutManager:
         self._source: DataSource | None = None
         self._collector: Collector | None = None
         self._eval_sets: dict[str, list[Prompt]] = {}
-        self._pool = EnginePool(config)
+        self._pool = EnginePool(
+            (),
+            concurrency=config.rollout.sglang_server_concurrency,
+            timeout_s=config.rollout.rollout_request_timeout_s,
+        )
 
     async def start(self) -> int | None:
         """Load tokenizer and prompts; return the prompts of an epoch, if there are prompts."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from miles.config.derived import needs_reference
 from miles.config.root import MilesConfig
 from miles.contracts.types import TrainStats
 from miles.ray.errors import JobError, call, call_all, kill
@@ -33,8 +34,7 @@ class TrainGroup:
             },
             during="start",
         )
-        algorithm = self._config.algorithm
-        with_ref = algorithm.use_kl_loss or algorithm.kl_coef != 0
+        with_ref = needs_reference(self._config)
         first = await self._all("init", self._config, with_ref=with_ref, during="start")
         if len(set(first)) != 1:
             raise JobError(f"trainer ranks disagree on where to start: {first}")
