@@ -1,1 +1,44 @@
-"""Synchronous training: generate, train, sync weights, again."""
+"""Synchronous training: generate, train, save, sync weights, evaluate; again."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+
+from miles.utils.arguments import parse_args
+
+from miles.config.root import MilesConfig
+
+
+async def train(config: MilesConfig) -> None:
+    from miles.loop import Job  # after the flags are parsed: --help needs neither torch nor Ray
+
+    async with Job.start(config) as job:
+        await job.sync_weights()
+        await job.evaluate_before_training()
+        for rollout_id in job.rollout_ids():
+            batch = await job.generate(rollout_id)
+            await job.train(rollout_id, batch)
+            await job.checkpoint(rollout_id)
+            await job.sync_weights()
+            await job.evaluate(rollout_id)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    config = parse_args(argv)
+    from miles.ray.errors import JobError
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        asyncio.run(train(config))
+    except JobError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: every process of this run has been ended", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

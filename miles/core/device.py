@@ -69,6 +69,11 @@ def supports_device_ipc() -> bool:
     return device_type() == "cuda"
 
 
+def supports_fused_optimizer() -> bool:
+    """Whether PyTorch's fused optimizers have kernels for this device."""
+    return device_type() in ("cpu", "cuda")
+
+
 def synchronize() -> None:
     if has_accelerator():
         torch.accelerator.synchronize()
@@ -102,6 +107,13 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(state["cpu"])
     if "device" in state and device_type() == "cuda":
         torch.cuda.set_rng_state(state["device"])
+
+
+def threads_of_one(num_processes: int) -> str:
+    """``OMP_NUM_THREADS`` for one of so many processes that compute at the same time on this
+    machine's cores: the user's value if set, else an equal share."""
+    share = max(1, (os.cpu_count() or 1) // max(1, num_processes))
+    return os.environ.get("OMP_NUM_THREADS", str(share))
 
 
 def visible_devices() -> list[str] | None:

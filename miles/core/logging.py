@@ -16,6 +16,11 @@ def setup(role: str, level: int = logging.INFO) -> None:
     root.propagate = False
 
 
+INFO = logging.INFO
+WARNING = logging.WARNING
+ERROR = logging.ERROR
+
+
 def get(name: str) -> logging.Logger:
     """The logger of a module: ``get(__name__)``."""
     return logging.getLogger(name)

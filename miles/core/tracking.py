@@ -1,0 +1,94 @@
+"""Metrics of a run: always to ``metrics.jsonl``, by flag to TensorBoard and Weights & Biases."""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbSettings:
+    """How to reach Weights & Biases; passed to ``wandb.init``."""
+
+    project: str | None = None
+    entity: str | None = None
+    group: str | None = None
+    mode: str | None = None
+    dir: str | None = None
+    run_id: str | None = None
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class Tracker:
+    """Fans metrics out. One process of a run owns it."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        tensorboard_dir: str | None = None,
+        wandb: WandbSettings | None = None,
+    ) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._tensorboard: Any = None
+        if tensorboard_dir is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(tensorboard_dir)
+        self._wandb = _start_wandb(wandb, run_dir) if wandb is not None else None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record ``metrics`` at ``step`` (number of completed rollouts)."""
+        row = {"step": step, "time": time.time(), **{k: _plain(v) for k, v in metrics.items()}}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if self._tensorboard is not None:
+            for name, value in metrics.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log({**metrics, "step": step})
+
+    def close(self) -> None:
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of a run's ``metrics.jsonl``; a resumed run's later row replaces an earlier one of
+    the same step and the same names."""
+    rows: dict[tuple[int, frozenset[str]], dict[str, Any]] = {}
+    for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        rows[row["step"], frozenset(row)] = row
+    return sorted(rows.values(), key=lambda row: row["step"])
+
+
+def _plain(value: float) -> float | None:
+    """JSON has no NaN: what is not finite becomes null."""
+    return float(value) if math.isfinite(value) else None
+
+
+def _start_wandb(settings: WandbSettings, run_dir: Path) -> Any:
+    import wandb
+
+    run: Any = wandb.init(
+        project=settings.project or "miles",
+        entity=settings.entity,
+        group=settings.group,
+        mode=settings.mode,  # pyright: ignore[reportArgumentType]
+        dir=settings.dir or str(run_dir),
+        id=settings.run_id,
+        resume="allow" if settings.run_id else None,
+        config=dict(settings.config),
+    )
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run

@@ -1,0 +1,249 @@
+"""``Job``: the verbs that drivers are written with: generate, train, checkpoint, sync, evaluate."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from miles.backends.training_utils import checkpoints
+from miles.config.derived import needs_engines
+from miles.config.root import MilesConfig
+from miles.core.console import RunConsole
+from miles.core.tracking import Tracker
+from miles.ray import cluster
+from miles.ray.errors import JobError, gather
+from miles.ray.memory import Memory, Phase, Resident, TakeTurns
+from miles.ray.placement import Placement, plan_layout, reserve
+from miles.ray.rollout.engine_factory import EngineGroup
+from miles.ray.rollout.manager import GeneratedBatch, with_num_rollout
+from miles.ray.rollout.service import RolloutService
+from miles.ray.rollout.supervision import EngineSupervisor
+from miles.ray.train.group import TrainGroup
+from miles.report import draw_reward, summarize
+from miles.rundir import make_run_dir, make_tracker, write_samples
+
+SHUTDOWN_TIMEOUT_S = 30.0
+
+
+class Job:
+    """One run: its processes, and what has been measured of the current rollout."""
+
+    def __init__(self, config: MilesConfig, run_dir: Path) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.console = RunConsole(config.data.num_rollout or 0)
+        self._tracker: Tracker = make_tracker(config, run_dir)
+        self._metrics: dict[str, float] = {}
+        self._first_rollout_id = 0
+        self._placement: Placement | None = None
+        self._rollout = RolloutService(config)
+        self._engines: EngineGroup | None = None
+        self._supervisor: EngineSupervisor | None = None
+        self._trainer: TrainGroup | None = None
+        self._memory: Memory = Resident()
+
+    @classmethod
+    @asynccontextmanager
+    async def start(cls, config: MilesConfig) -> AsyncGenerator["Job"]:
+        """Bring every process up; on the way out, however that comes, take them all down."""
+        run_dir = make_run_dir(config)
+        cluster.start()
+        try:
+            job = cls(config, run_dir)
+            try:
+                await job._bring_up()
+                yield job
+                await job._finish()
+            finally:
+                await job._take_down()
+        finally:
+            cluster.stop()
+
+    def rollout_ids(self) -> Iterator[int]:
+        """The rollouts still to run in this process."""
+        assert self.config.data.num_rollout is not None
+        last = self.config.data.num_rollout
+        limit = self.config.observability.debug_exit_after_rollout
+        if limit is not None:
+            last = min(last, self._first_rollout_id + limit)
+        for rollout_id in range(self._first_rollout_id, last):
+            self._metrics = {}
+            start = time.perf_counter()
+            yield rollout_id
+            self._metrics["perf/step_time"] = time.perf_counter() - start
+            self._report(rollout_id)
+
+    async def generate(self, rollout_id: int) -> GeneratedBatch:
+        """Generate and score a rollout; an engine that dies meanwhile is replaced."""
+        dp_size = self._trainer.dp_size if self._trainer is not None else 1
+        async with self._phase("rollout", "rollout_time", f"rollout {rollout_id}: generating"):
+            batch = await self._watched(self._rollout.generate(rollout_id, dp_size))
+        self._metrics.update(batch.metrics)
+        self._metrics["rollout/num_tokens"] = float(batch.num_tokens)
+        write_samples(self.run_dir, rollout_id, batch.samples)
+        return batch
+
+    async def train(self, rollout_id: int, batch: GeneratedBatch) -> None:
+        """Take the rollout's optimizer steps."""
+        if self._trainer is None:
+            return
+        async with self._phase("train", "train_time", f"rollout {rollout_id}: training"):
+            stats = await self._trainer.train(rollout_id, batch.shards)
+        self._metrics.update(stats.metrics)
+
+    async def checkpoint(self, rollout_id: int) -> None:
+        """Save when the interval, the sentinel or the end of the run asks for it."""
+        options = self.config.checkpoint
+        if self._trainer is None or options.save is None:
+            return
+        sentinel = options.save_trigger_sentinel
+        asked = checkpoints.sentinel_requested(sentinel)
+        if not (asked or self._save_is_due(rollout_id)):
+            return
+        async with self._phase("train", "save_time", f"rollout {rollout_id}: saving"):
+            if asked:
+                checkpoints.mark_requested(options.save, rollout_id + 1)
+            await self._rollout.save(checkpoints.staging_dir(options.save, rollout_id + 1))
+            force_sync = asked or self._is_last(rollout_id)
+            await self._trainer.save_model(rollout_id, force_sync=force_sync)
+        if asked and sentinel is not None:
+            checkpoints.clear_sentinel(sentinel)
+
+    async def sync_weights(self) -> None:
+        """Give the engines the trainer's current weights."""
+        if self._trainer is None or self._engines is None:
+            return
+        async with self._phase("sync", "update_weights_time", "syncing weights"):
+            await self._push_weights("weight sync")
+
+    async def evaluate_before_training(self) -> None:
+        """Evaluate what the run starts from, unless told not to."""
+        options = self.config.evaluation
+        if options.eval_interval is not None and not options.skip_eval_before_train:
+            await self._evaluate(self._first_rollout_id)
+
+    async def evaluate(self, rollout_id: int) -> None:
+        """Evaluate when the interval says so; the step is the number of completed rollouts."""
+        interval = self.config.evaluation.eval_interval
+        if interval is not None and (rollout_id + 1) % interval == 0:
+            await self._evaluate(rollout_id + 1)
+
+    async def _bring_up(self) -> None:
+        config = self.config
+        with_engines = needs_engines(config)
+        with_trainer = not config.observability.debug_rollout_only
+        layout = plan_layout(config, with_engines=with_engines, with_trainer=with_trainer)
+        self.console.say(f"run directory: {self.run_dir}")
+        with self.console.phase("starting"):
+            self._placement = await asyncio.to_thread(
+                reserve, layout, config.cluster.placement_timeout_s
+            )
+            config = with_num_rollout(config, await self._rollout.start())
+            self.config = config
+            self.console = RunConsole(config.data.num_rollout or 0)
+            if with_engines:
+                engines = EngineGroup(config, layout, self._placement, self.run_dir / "logs")
+                self._engines = engines
+                self._supervisor = EngineSupervisor(engines, config.rollout, self._heal)
+            if with_trainer:
+                self._trainer = TrainGroup(config, layout, self._placement)
+            await self._start_trainer_and_engines()
+            await self._resume_data()
+
+    async def _start_trainer_and_engines(self) -> None:
+        """The trainer first when they share devices: it takes its memory before engines do."""
+        trainer, offload = self._trainer, self.config.offload
+        if not self.config.cluster.colocate:
+            await gather(self._start_trainer(), self._start_engines())
+        else:
+            await self._start_trainer()
+        if trainer is not None and (offload.offload_train or offload.offload_rollout):
+            self._memory = TakeTurns(trainer, self._engines, self.config)
+        if self.config.cluster.colocate:
+            async with self._memory.phase("sync"):
+                await self._start_engines()
+
+    async def _start_trainer(self) -> None:
+        if self._trainer is not None:
+            self._first_rollout_id = await self._trainer.init()
+
+    async def _start_engines(self) -> None:
+        if self._engines is not None:
+            await self._rollout.set_engines(await self._engines.start())
+
+    async def _resume_data(self) -> None:
+        folder = checkpoints.resolve_load(self.config.checkpoint.load)
+        if folder is not None:
+            await self._rollout.load(folder)
+            self.console.say(f"resumed from {folder}")
+
+    async def _finish(self) -> None:
+        """The run is complete: everything durable, the picture drawn."""
+        if self._trainer is not None:
+            await asyncio.wait_for(self._trainer.shutdown(), SHUTDOWN_TIMEOUT_S)
+        picture = draw_reward(self.run_dir)
+        summarize(self.run_dir, self.console)
+        if picture is not None:
+            self.console.say(f"reward curve: {picture}")
+
+    async def _take_down(self) -> None:
+        if self._engines is not None:
+            with contextlib.suppress(JobError, asyncio.TimeoutError):
+                await asyncio.wait_for(self._engines.stop(), SHUTDOWN_TIMEOUT_S)
+            self._engines.kill()
+        if self._trainer is not None:
+            self._trainer.kill()
+        self._rollout.kill()
+        if self._placement is not None:
+            self._placement.remove()
+        self._tracker.close()
+
+    async def _evaluate(self, step: int) -> None:
+        async with self._phase("rollout", "eval_time", f"evaluating after {step} rollouts"):
+            metrics = await self._watched(self._rollout.evaluate(step))
+        self._tracker.log(step, metrics)
+        self.console.evaluation(step, metrics)
+
+    async def _watched[T](self, work: Coroutine[Any, Any, T]) -> T:
+        return await (work if self._supervisor is None else self._supervisor.watch(work))
+
+    async def _heal(self) -> None:
+        """After an engine was replaced: everybody gets the trainer's weights, then serves."""
+        assert self._engines is not None
+        if self._trainer is not None:
+            await self._push_weights("engine restart")
+        await self._rollout.set_engines(self._engines.addresses)
+
+    async def _push_weights(self, during: str) -> None:
+        assert self._trainer is not None
+        assert self._engines is not None
+        version = await self._trainer.update_weights(self._engines.addresses, during=during)
+        self._metrics["rollout/weight_version"] = float(version)
+
+    @asynccontextmanager
+    async def _phase(self, turn: Phase, name: str, label: str) -> AsyncGenerator[None]:
+        """Whose turn it is on the devices, shown and timed as ``perf/<name>``."""
+        start = time.perf_counter()
+        with self.console.phase(label):
+            async with self._memory.phase(turn):
+                yield
+        key = f"perf/{name}"
+        self._metrics[key] = self._metrics.get(key, 0.0) + time.perf_counter() - start
+
+    def _report(self, rollout_id: int) -> None:
+        metrics, seconds = self._metrics, self._metrics["perf/step_time"]
+        if "rollout/num_tokens" in metrics:
+            metrics["perf/tokens_per_s"] = metrics["rollout/num_tokens"] / seconds
+        self._tracker.log(rollout_id + 1, metrics)
+        self.console.rollout(rollout_id, metrics)
+
+    def _save_is_due(self, rollout_id: int) -> bool:
+        interval = self.config.checkpoint.save_interval
+        periodic = interval is not None and (rollout_id + 1) % interval == 0
+        return periodic or self._is_last(rollout_id)
+
+    def _is_last(self, rollout_id: int) -> bool:
+        return rollout_id + 1 == self.config.data.num_rollout

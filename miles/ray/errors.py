@@ -1,0 +1,56 @@
+"""Failures of actors, told so that a user can act: which actor, which rollout, and the cause."""
+
+import asyncio
+from collections.abc import Awaitable, Coroutine, Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+
+class JobError(RuntimeError):
+    """A part of the job failed. The message is what the terminal shows."""
+
+
+def describe(error: BaseException) -> str:
+    """The cause of a Ray error in one or a few lines."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        return f"{type(cause).__name__}: {cause}"
+    if isinstance(error, RayActorError):
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return f"the process died: {lines[-1]}"
+    return f"{type(error).__name__}: {error}"
+
+
+async def call(name: str, reference: Awaitable[Any], *, during: str) -> Any:
+    """Await one actor call; a failure becomes a ``JobError`` that names the actor."""
+    try:
+        return await reference
+    except RayError as error:
+        raise JobError(f"{name} failed during {during}: {describe(error)}") from error
+
+
+async def call_all(calls: Mapping[str, Awaitable[Any]], *, during: str) -> list[Any]:
+    """Await calls to several actors; the first failure is raised without waiting for the rest.
+
+    Ranks that wait in a collective for a failed one would otherwise hold the job until the
+    collective's time-out.
+    """
+    return await gather(*(call(name, ref, during=during) for name, ref in calls.items()))
+
+
+async def gather(*work: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Results in order; on the first failure cancel the rest, wait for them, and raise it."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def kill(actor: Any) -> None:
+    """End an actor's process now."""
+    ray.kill(actor, no_restart=True)

@@ -1,0 +1,133 @@
+"""Which trainer rank and which engine sits on which device, and the placement group behind it."""
+
+import ipaddress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from miles.config.root import MilesConfig
+from miles.core import device
+from miles.ray.errors import JobError
+
+CPU_SHARE_OF_A_SLOT = 0.1
+"""Without GPUs a slot is a process; several share a core."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How many slots there are and who uses which. A slot is a GPU, or a process on a CPU."""
+
+    num_slots: int
+    train_slots: tuple[int, ...]
+    """Slot of each trainer rank."""
+    engine_slots: tuple[tuple[int, ...], ...]
+    """Slots of each engine."""
+
+
+def plan_layout(config: MilesConfig, *, with_engines: bool, with_trainer: bool) -> Layout:
+    """Trainer ranks first, engines behind them; with ``--colocate`` on the same slots."""
+    cluster = config.cluster
+    num_train = cluster.num_train_ranks if with_trainer else 0
+    num_rollout = (cluster.rollout_num_gpus or 0) if with_engines else 0
+    first = 0 if cluster.colocate else num_train
+    per_engine = cluster.rollout_num_gpus_per_engine
+    engines = tuple(
+        tuple(range(first + start, first + start + per_engine))
+        for start in range(0, num_rollout, per_engine)
+    )
+    return Layout(
+        num_slots=max(num_train, first + num_rollout),
+        train_slots=tuple(range(num_train)),
+        engine_slots=engines,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """One bundle of the placement group."""
+
+    bundle: int
+    node_ip: str
+    device_id: int | None
+    """Physical id of the GPU; ``None`` on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The slots of a job in node-major, device order."""
+
+    group: PlacementGroup
+    slots: tuple[Slot, ...]
+    on_gpu: bool
+
+    def actor_options(self, slot: int, share: float) -> dict[str, Any]:
+        """Ray options of an actor on ``slot`` that takes ``share`` of it."""
+        resources: dict[str, Any] = {"num_cpus": share * CPU_SHARE_OF_A_SLOT, "num_gpus": 0}
+        if self.on_gpu:
+            resources = {"num_cpus": share, "num_gpus": share}
+        return {
+            **resources,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=self.group,
+                placement_group_bundle_index=self.slots[slot].bundle,
+            ),
+        }
+
+    def remove(self) -> None:
+        remove_placement_group(self.group)
+
+
+def slot_order(slot: Slot) -> tuple[int, int]:
+    """Sort key: node address, then device id, both as numbers."""
+    return int(ipaddress.ip_address(slot.node_ip)), slot.device_id or 0
+
+
+def reserve(layout: Layout, timeout_s: float) -> Placement:
+    """Reserve the layout's slots. Raises ``JobError`` that names what is missing in time."""
+    on_gpu = device.has_accelerator() or ray.cluster_resources().get("GPU", 0) > 0
+    bundle = {"GPU": 1.0, "CPU": 1.0} if on_gpu else {"CPU": CPU_SHARE_OF_A_SLOT}
+    group = placement_group([bundle] * layout.num_slots, strategy="PACK")
+    if not group.wait(timeout_seconds=timeout_s):
+        remove_placement_group(group)
+        raise JobError(_missing(bundle, layout.num_slots, timeout_s))
+    probes = [
+        _probe.options(
+            num_cpus=bundle["CPU"] / 10,
+            num_gpus=0.1 if on_gpu else 0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=index
+            ),
+        ).remote()
+        for index in range(layout.num_slots)
+    ]
+    found = ray.get(probes, timeout=timeout_s)
+    slots = [
+        Slot(bundle=index, node_ip=ip, device_id=device_id)
+        for index, (ip, device_id) in enumerate(found)
+    ]
+    return Placement(group=group, slots=tuple(sorted(slots, key=slot_order)), on_gpu=on_gpu)
+
+
+@ray.remote
+def _probe() -> tuple[str, int | None]:
+    ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    return ray.util.get_node_ip_address(), int(ids[0]) if ids else None
+
+
+def _missing(bundle: dict[str, float], num_slots: int, timeout_s: float) -> str:
+    needed = {name: amount * num_slots for name, amount in bundle.items()}
+    total, free = ray.cluster_resources(), ray.available_resources()
+    lines = [
+        f"{name}: needed {amount:g}, in the cluster {total.get(name, 0):g}, "
+        f"free {free.get(name, 0):g}"
+        for name, amount in needed.items()
+    ]
+    return (
+        f"no room for {num_slots} slots after {timeout_s:g} s (--placement-timeout-s): "
+        + "; ".join(lines)
+        + ". Lower --actor-num-gpus-per-node, --actor-num-nodes or --rollout-num-gpus, use "
+        "--colocate, or add machines."
+    )

@@ -1,0 +1,240 @@
+"""Engine server processes, each held by a Ray actor on its slot, and the group of them."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from miles.config.root import MilesConfig
+from miles.contracts.engine import EngineError
+from miles.core import device, logging
+from miles.core.registry import Registry
+from miles.ray.errors import JobError, call, call_all, gather, kill
+from miles.ray.placement import Layout, Placement
+from miles.rollout.engine_client import EngineClient
+from miles.rollout.engine_set import EngineAddresses
+
+logger = logging.get(__name__)
+
+READY_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 10.0
+SHARE_OF_A_SLOT = 0.2
+LAST_LINES = 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLaunch:
+    """How to start one engine server."""
+
+    command: tuple[str, ...]
+    """Without ``--ready-file``, which the holder adds."""
+    environment: Mapping[str, str]
+    log_file: str
+
+
+def embedded_launch(config: MilesConfig, log_file: Path) -> EngineLaunch:
+    """The embedded server for this job's flags."""
+    rollout = config.rollout
+    arguments: dict[str, object] = {
+        "--model-path": rollout.hf_checkpoint,
+        "--dtype": "float16" if config.fsdp.fp16 else "auto",
+        "--log-level": rollout.sglang_log_level.lower(),
+        "--context-length": rollout.sglang_context_length,
+        "--max-running-requests": rollout.sglang_max_running_requests,
+    }
+    num_engines = (
+        config.cluster.rollout_num_gpus or 1
+    ) // config.cluster.rollout_num_gpus_per_engine
+    pairs = [str(x) for k, v in arguments.items() if v is not None for x in (k, v)]
+    return EngineLaunch(
+        command=(sys.executable, "-m", "miles.backends.embedded.server", *pairs),
+        environment={
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": device.threads_of_one(num_engines),
+        },
+        log_file=str(log_file),
+    )
+
+
+LAUNCHERS: Registry[Any] = Registry("rollout engine", {"embedded": f"{__name__}:embedded_launch"})
+
+
+class EngineHolder:
+    """Ray actor that owns one engine server process; when it ends, so does the server."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_file = Path(os.devnull)
+
+    def start(self, launch: EngineLaunch) -> str:
+        """Start the server and return its URL once it is ready."""
+        self._log_file = Path(launch.log_file)
+        self._log_file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="miles-engine-") as folder:
+            ready = Path(folder) / "ready.json"
+            with self._log_file.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [*launch.command, "--ready-file", str(ready), "--parent-pid", str(os.getpid())],
+                    env={**os.environ, **launch.environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            return self._wait_until_ready(ready)
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def last_lines(self) -> str:
+        """The server's own last words."""
+        text = self._log_file.read_text(encoding="utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-LAST_LINES:])
+
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def stop(self) -> None:
+        """End the server: politely, then for good."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_TIMEOUT_S)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait(STOP_TIMEOUT_S)
+
+    def _wait_until_ready(self, ready: Path) -> str:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while not ready.exists():
+            if not self.alive():
+                raise RuntimeError(f"the engine server ended at start:\n{self.last_lines()}")
+            if time.monotonic() > deadline:
+                self.stop()
+                raise RuntimeError(f"the engine server was not ready in {READY_TIMEOUT_S:g} s")
+            time.sleep(0.05)
+        return json.loads(ready.read_text(encoding="utf-8"))["url"]
+
+
+class EngineGroup:
+    """All engines of a job."""
+
+    def __init__(
+        self, config: MilesConfig, layout: Layout, placement: Placement, log_dir: Path
+    ) -> None:
+        self._config = config
+        self._placement = placement
+        self._log_dir = log_dir
+        self._slots = layout.engine_slots
+        self._holders = [self._new_holder(index) for index in range(len(self._slots))]
+        self._urls: list[str] = [""] * len(self._slots)
+        self._generation = 0
+
+    @property
+    def addresses(self) -> EngineAddresses:
+        return EngineAddresses(
+            urls=tuple(self._urls),
+            gpus_per_engine=self._config.cluster.rollout_num_gpus_per_engine,
+            generation=self._generation,
+        )
+
+    async def start(self) -> EngineAddresses:
+        await gather(*(self._start(index) for index in range(len(self._slots))))
+        return self.addresses
+
+    async def find_dead(self) -> list[int]:
+        """Positions of engines whose process has ended (the holder or the server)."""
+        alive = await asyncio.gather(
+            *(holder.alive.remote() for holder in self._holders), return_exceptions=True
+        )
+        return [index for index, answer in enumerate(alive) if answer is not True]
+
+    async def find_unhealthy(self, timeout_s: float) -> list[int]:
+        """Positions of engines that do not answer a health probe in time."""
+
+        async def healthy(url: str) -> bool:
+            client = EngineClient(url, timeout_s=timeout_s)
+            try:
+                await client.health()
+            except EngineError:
+                return False
+            finally:
+                await client.close()
+            return True
+
+        answers = await asyncio.gather(*(healthy(url) for url in self._urls))
+        return [index for index, answer in enumerate(answers) if not answer]
+
+    async def restart(self, index: int) -> None:
+        """Replace an engine. It comes up with the checkpoint's weights: sync before using it."""
+        with contextlib.suppress(RayError):
+            logger.warning(
+                "engine %d ended; its last lines:\n%s",
+                index,
+                await self._holders[index].last_lines.remote(),
+            )
+            await self._holders[index].stop.remote()
+        kill(self._holders[index])
+        self._holders[index] = self._new_holder(index)
+        await self._start(index)
+        self._generation += 1
+
+    async def release_memory(self, tags: list[str]) -> None:
+        await self._each("release_memory", tags)
+
+    async def resume_memory(self, tags: list[str]) -> None:
+        await self._each("resume_memory", tags)
+
+    def log_file(self, index: int) -> Path:
+        return self._log_dir / f"engine_{index}.log"
+
+    async def pids(self) -> list[int | None]:
+        return list(await asyncio.gather(*(holder.pid.remote() for holder in self._holders)))
+
+    async def stop(self) -> None:
+        await call_all(
+            {f"engine {i}": holder.stop.remote() for i, holder in enumerate(self._holders)},
+            during="shutdown",
+        )
+
+    def kill(self) -> None:
+        for holder in self._holders:
+            kill(holder)
+
+    def _new_holder(self, index: int) -> Any:
+        options = self._placement.actor_options(self._slots[index][0], SHARE_OF_A_SLOT)
+        return ray.remote(EngineHolder).options(**options).remote(index)
+
+    async def _start(self, index: int) -> None:
+        name = self._config.rollout.rollout_engine
+        launch = LAUNCHERS.load(name)(self._config, self.log_file(index))
+        self._urls[index] = await call(
+            f"engine {index}", self._holders[index].start.remote(launch), during="start"
+        )
+
+    async def _each(self, method: str, tags: list[str]) -> None:
+        async def one(url: str) -> None:
+            client = EngineClient(url, timeout_s=self._config.weight_sync.update_weight_timeout_s)
+            try:
+                await getattr(client, method)(tags)
+            finally:
+                await client.close()
+
+        try:
+            await asyncio.gather(*(one(url) for url in self._urls))
+        except RuntimeError as error:
+            raise JobError(f"engines failed to {method.replace('_', ' ')}: {error}") from error

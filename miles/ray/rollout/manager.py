@@ -1,0 +1,178 @@
+"""``RolloutManager``: the actor that owns prompts, pool, rollout function and evaluation."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+
+from miles.config.root import MilesConfig
+from miles.contracts.hooks import DataSource, RolloutContext, RolloutOutput, load_hook
+from miles.contracts.types import Group, Prompt
+from miles.core import hf, logging
+from miles.rollout import batch, debug_data, supervised
+from miles.rollout.collect import Collector
+from miles.rollout.engine_set import EngineAddresses
+from miles.rollout.evaluate import evaluate
+from miles.rollout.pool import EnginePool
+from miles.rollout.prompts import eval_sources, make_source
+
+STATE_FILE = "rollout_state.msgpack"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratedBatch:
+    """What the driver gets of a rollout: references to the shards, and what to show."""
+
+    shards: list[Any]
+    """One store reference for each data-parallel rank."""
+    metrics: Mapping[str, float]
+    samples: list[dict[str, Any]]
+    """A few samples as plain values, for the samples file."""
+    num_tokens: int
+
+
+class RolloutManager:
+    """Ray actor (async). Everything above the engines and below the trainer happens here."""
+
+    def __init__(self, config: MilesConfig) -> None:
+        logging.setup("rollout")
+        self._config = config
+        self._tokenizer: Any = None
+        self._source: DataSource | None = None
+        self._collector: Collector | None = None
+        self._eval_sets: dict[str, list[Prompt]] = {}
+        self._pool = EnginePool(
+            (),
+            concurrency=config.rollout.sglang_server_concurrency,
+            timeout_s=config.rollout.rollout_request_timeout_s,
+        )
+
+    async def start(self) -> int | None:
+        """Load tokenizer and prompts; return the prompts of an epoch, if there are prompts."""
+        config = self._config
+        self._tokenizer = hf.load_tokenizer(
+            str(config.rollout.hf_checkpoint), config.data.chat_template_path
+        )
+        self._eval_sets = eval_sources(config, self._tokenizer)
+        if config.observability.load_debug_rollout_data is not None:
+            return None
+        self._source = make_source(config, self._tokenizer)
+        if config.algorithm.loss_type != "sft_loss":
+            self._collector = Collector(config, self._pool, self._tokenizer, self._source)
+        return len(self._source)
+
+    async def set_engines(self, addresses: EngineAddresses) -> None:
+        self._pool.set_engines(addresses.urls)
+
+    async def generate(self, rollout_id: int, dp_size: int) -> GeneratedBatch:
+        """Produce, record and split the groups of a rollout."""
+        output = await self._groups(rollout_id)
+        record = self._config.observability.save_debug_rollout_data
+        if record is not None:
+            debug_data.save_groups(record, rollout_id, output.groups)
+        metrics = {**batch.batch_metrics(output.groups, self._config), **output.metrics}
+        log = load_hook(
+            "custom_rollout_log_function_path", self._config.hooks.custom_rollout_log_function_path
+        )
+        if log is not None:
+            metrics = log(rollout_id, output.groups, metrics)
+        shards = batch.make_batches(output.groups, self._config, rollout_id, dp_size)
+        return GeneratedBatch(
+            shards=[ray.put(shard) for shard in shards],
+            metrics=metrics,
+            samples=readable(output.groups),
+            num_tokens=sum(len(s.tokens) for group in output.groups for s in group),
+        )
+
+    async def evaluate(self, rollout_id: int) -> dict[str, float]:
+        """Metrics under ``eval/``, with the weights the engines have now."""
+        function = load_hook("eval_function_path", self._config.hooks.eval_function_path)
+        if function is not None:
+            metrics = await function(rollout_id, self._context())
+            return {f"eval/{name}": value for name, value in metrics.items()}
+        metrics, samples = await evaluate(
+            rollout_id, self._eval_sets, self._config, self._pool, self._tokenizer
+        )
+        log = load_hook(
+            "custom_eval_rollout_log_function_path",
+            self._config.hooks.custom_eval_rollout_log_function_path,
+        )
+        return metrics if log is None else log(rollout_id, samples, metrics)
+
+    async def save(self, folder: str) -> None:
+        """Write the data position and unfinished groups into a checkpoint's folder."""
+        state = {
+            "source": self._source.state_dict() if self._source is not None else None,
+            "collector": self._collector.state_dict() if self._collector is not None else None,
+        }
+        path = Path(folder) / STATE_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.write(msgspec.msgpack.encode(state))
+            file.flush()
+            os.fsync(file.fileno())
+
+    async def load(self, folder: str) -> None:
+        """Resume the position that ``save`` wrote."""
+        path = Path(folder) / STATE_FILE
+        if not path.is_file():
+            raise FileNotFoundError(f"the checkpoint {folder} has no {STATE_FILE}")
+        state = msgspec.msgpack.decode(path.read_bytes())
+        if self._source is not None and state["source"] is not None:
+            self._source.load_state_dict(state["source"])
+        if self._collector is not None and state["collector"] is not None:
+            self._collector.load_state_dict(state["collector"])
+
+    async def stop(self) -> None:
+        await self._pool.close()
+
+    async def _groups(self, rollout_id: int) -> RolloutOutput:
+        debug_path = self._config.observability.load_debug_rollout_data
+        if debug_path is not None:
+            return RolloutOutput(groups=debug_data.load_groups(debug_path, rollout_id))
+        rollout = load_hook("rollout_function_path", self._config.hooks.rollout_function_path)
+        if rollout is not None:
+            return await rollout(rollout_id, self._context())
+        if self._collector is None:
+            return await supervised.rollout(rollout_id, self._context())
+        return await self._collector.collect(rollout_id)
+
+    def _context(self) -> RolloutContext:
+        assert self._source is not None
+        return RolloutContext(
+            config=self._config,
+            engines=self._pool,
+            tokenizer=self._tokenizer,
+            data_source=self._source,
+        )
+
+
+def readable(groups: list[Group], limit: int = 4) -> list[dict[str, Any]]:
+    """The first sample of a few groups, as a person wants to read them."""
+    return [
+        {
+            "prompt": group[0].prompt.text,
+            "response": group[0].response,
+            "label": group[0].prompt.label,
+            "reward": group[0].reward,
+            "status": str(group[0].status),
+            "tokens": group[0].response_length,
+        }
+        for group in groups[:limit]
+        if group
+    ]
+
+
+def with_num_rollout(config: MilesConfig, num_prompts: int | None) -> MilesConfig:
+    """``--num-rollout``, or what ``--num-epoch`` makes of the data set's size."""
+    data = config.data
+    if data.num_rollout is not None or num_prompts is None:
+        return config
+    assert data.num_epoch is not None
+    assert data.rollout_batch_size is not None
+    num_rollout = max(1, num_prompts * data.num_epoch // data.rollout_batch_size)
+    return replace(config, data=replace(data, num_rollout=num_rollout))

@@ -1,0 +1,45 @@
+"""The rollout manager as the driver sees it: typed calls, failures that name the rollout."""
+
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from miles.config.root import MilesConfig
+from miles.ray.errors import call, kill
+from miles.ray.rollout.manager import GeneratedBatch, RolloutManager
+from miles.rollout.engine_set import EngineAddresses
+
+
+class RolloutService:
+    """Starts the manager's actor and calls it."""
+
+    def __init__(self, config: MilesConfig) -> None:
+        self._actor: Any = ray.remote(RolloutManager).options(num_cpus=0).remote(config)
+
+    async def start(self) -> int | None:
+        """Load prompts; return the number of an epoch, ``None`` for recorded rollouts."""
+        return await self._call("start", during="start")
+
+    async def set_engines(self, addresses: EngineAddresses) -> None:
+        await self._call("set_engines", addresses, during="connecting to the engines")
+
+    async def generate(self, rollout_id: int, dp_size: int) -> GeneratedBatch:
+        return await self._call("generate", rollout_id, dp_size, during=f"rollout {rollout_id}")
+
+    async def evaluate(self, step: int) -> dict[str, float]:
+        return await self._call("evaluate", step, during=f"evaluation after {step} rollouts")
+
+    async def save(self, folder: Path) -> None:
+        await self._call("save", str(folder), during="saving the data position")
+
+    async def load(self, folder: Path) -> None:
+        await self._call("load", str(folder), during="resuming the data position")
+
+    def kill(self) -> None:
+        kill(self._actor)
+
+    async def _call(self, method: str, *args: Any, during: str) -> Any:
+        return await call(
+            "rollout manager", getattr(self._actor, method).remote(*args), during=during
+        )

@@ -1,0 +1,67 @@
+"""Keeps engines alive while something waits for them."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from miles.config.rollout import RolloutConfig
+from miles.core import logging
+from miles.ray.errors import JobError
+from miles.ray.rollout.engine_factory import EngineGroup
+
+logger = logging.get(__name__)
+
+POLL_S = 1.0
+MAX_RESTARTS = 8
+
+
+class EngineSupervisor:
+    """Replaces engines whose process ended or that no longer answer.
+
+    A new engine starts from the checkpoint's weights, so ``heal`` (weight sync, then telling the
+    pool) runs before it serves. Requests of the old one wait in the pool meanwhile.
+    """
+
+    def __init__(
+        self, engines: EngineGroup, options: RolloutConfig, heal: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._engines = engines
+        self._options = options
+        self._heal = heal
+        self._restarts = 0
+        self._last_probe = time.monotonic()
+
+    async def watch[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of ``work``, replacing engines that fail while it runs."""
+        task = asyncio.ensure_future(work)
+        try:
+            while True:
+                done, _ = await asyncio.wait({task}, timeout=POLL_S)
+                if done:
+                    return task.result()
+                failed = await self._failed()
+                if failed:
+                    await self._replace(failed)
+        finally:
+            task.cancel()
+
+    async def _failed(self) -> list[int]:
+        dead = await self._engines.find_dead()
+        interval = self._options.rollout_health_check_interval
+        if dead or not interval or time.monotonic() - self._last_probe < interval:
+            return dead
+        self._last_probe = time.monotonic()
+        return await self._engines.find_unhealthy(self._options.rollout_health_check_timeout)
+
+    async def _replace(self, positions: list[int]) -> None:
+        for index in positions:
+            self._restarts += 1
+            if self._restarts > MAX_RESTARTS:
+                raise JobError(
+                    f"engine {index} ended again after {MAX_RESTARTS} restarts in this run; its "
+                    f"log: {self._engines.log_file(index)}"
+                )
+            logger.warning("engine %d ended or hangs: restarting it", index)
+            await self._engines.restart(index)
+        await self._heal()

@@ -1,0 +1,97 @@
+"""Pictures and tables of a run, from its ``metrics.jsonl``: ``python -m miles.report RUN_DIR``."""
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from miles.core.console import RunConsole
+from miles.core.tracking import read_metrics
+
+REWARD = "rollout/raw_reward"
+SMOOTHING_WINDOW = 10
+SUMMARY: tuple[tuple[str, str, str], ...] = (
+    ("mean reward", REWARD, "{:.3f}"),
+    ("response tokens", "rollout/response_lengths", "{:.1f}"),
+    ("grad norm", "train/grad_norm", "{:.3f}"),
+    ("policy KL", "train/ppo_kl", "{:.2e}"),
+    ("trainer-engine log-prob difference", "train/train_rollout_logprob_abs_diff", "{:.2e}"),
+    ("seconds generating", "perf/rollout_time", "{:.2f}"),
+    ("seconds training", "perf/train_time", "{:.2f}"),
+    ("seconds syncing weights", "perf/update_weights_time", "{:.2f}"),
+)
+
+
+def series(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric, where it was recorded."""
+    points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def smooth(values: Sequence[float], window: int = SMOOTHING_WINDOW) -> list[float]:
+    """Trailing mean."""
+    return [statistics.fmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
+
+
+def draw_reward(run_dir: Path, title: str | None = None) -> Path | None:
+    """Write ``reward.png``; ``None`` when the run recorded no reward."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = read_metrics(run_dir)
+    steps, rewards = series(rows, REWARD)
+    if not steps:
+        return None
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    axes.plot(steps, rewards, color="tab:blue", alpha=0.3, linewidth=1)
+    axes.plot(steps, smooth(rewards), color="tab:blue", linewidth=2, label="sampled reward")
+    names = sorted({key for row in rows for key in row if _is_eval_score(key)})
+    for name in names:
+        eval_steps, scores = series(rows, name)
+        axes.plot(eval_steps, scores, marker="o", markersize=4, linewidth=1, label=name)
+    axes.set_xlabel("rollouts")
+    axes.set_ylabel("mean reward")
+    axes.set_title(title or run_dir.name)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best")
+    figure.tight_layout()
+    path = run_dir / "reward.png"
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path
+
+
+def summarize(run_dir: Path, console: RunConsole, num_ends: int = 25) -> None:
+    """Print first against last rollouts."""
+    rows = read_metrics(run_dir)
+    table: list[list[str]] = []
+    for label, name, form in SUMMARY:
+        _, values = series(rows, name)
+        if values:
+            ends = min(num_ends, max(1, len(values) // 2))
+            first, last = statistics.fmean(values[:ends]), statistics.fmean(values[-ends:])
+            table.append([label, form.format(first), form.format(last)])
+    if table:
+        console.table(f"First and last {num_ends} rollouts (means)", ["", "first", "last"], table)
+
+
+def _is_eval_score(name: str) -> bool:
+    return name.startswith("eval/") and name.count("/") == 1
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("run_dir", type=Path)
+    run_dir = parser.parse_args(argv).run_dir
+    console = RunConsole(0)
+    summarize(run_dir, console)
+    picture = draw_reward(run_dir)
+    if picture is not None:
+        console.say(f"picture: {picture}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The run directory: config, metrics and samples of a run."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from miles.config.root import MilesConfig
+from miles.core.tracking import Tracker, WandbSettings
+
+
+def make_run_dir(config: MilesConfig) -> Path:
+    """Create ``--run-dir`` (default ``runs/<time>``) and write the run's config there."""
+    default = Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
+    run_dir = Path(config.observability.run_dir or default).resolve()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.json").write_text(json.dumps(config.to_dict(), indent=2), encoding="utf-8")
+    return run_dir
+
+
+def make_tracker(config: MilesConfig, run_dir: Path) -> Tracker:
+    options = config.observability
+    wandb = WandbSettings(
+        project=options.wandb_project,
+        entity=options.wandb_team,
+        group=options.wandb_group,
+        mode=options.wandb_mode,
+        dir=options.wandb_dir,
+        run_id=options.wandb_run_id,
+        config=config.to_dict(),
+    )
+    return Tracker(
+        run_dir,
+        tensorboard_dir=options.tensorboard_dir,
+        wandb=wandb if options.use_wandb else None,
+    )
+
+
+def write_samples(run_dir: Path, rollout_id: int, samples: list[dict[str, Any]]) -> None:
+    """Append a few samples of a rollout to ``samples.txt``, for reading."""
+    with (run_dir / "samples.txt").open("a", encoding="utf-8") as file:
+        file.write(f"=== rollout {rollout_id} ===\n")
+        for sample in samples:
+            for key, value in sample.items():
+                file.write(f"{key}: {value if isinstance(value, str) else json.dumps(value)}\n")
+            file.write("\n")

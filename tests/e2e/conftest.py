@@ -1,0 +1,89 @@
+"""Runs of ``train.py`` as a user starts them, on one Ray cluster for the whole session."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Runner = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def ray_address() -> Iterator[str]:
+    """A local cluster that runs connect to: starting one for each would take most of the time."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    context: Any = ray.init(include_dashboard=False, logging_level="ERROR")
+    yield context.address_info["address"]
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def environment(ray_address: str) -> dict[str, str]:
+    return {**os.environ, "RAY_ADDRESS": ray_address, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(scope="session")
+def reverse_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from scripts import reverse_digits
+
+    folder = tmp_path_factory.mktemp("data")
+    reverse_digits.write_data(folder, 0, num_supervised=64, num_train=64, num_eval=8)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def base_flags(tiny_qwen3: Path, reverse_data: Path) -> dict[str, Any]:
+    """Flags of a small deterministic run."""
+    return {
+        "train-backend": "fsdp",
+        "actor-num-gpus-per-node": 2,
+        "rollout-num-gpus": 1,
+        "rollout-engine": "embedded",
+        "deterministic-rollout": True,
+        "fp32": True,
+        "hf-checkpoint": tiny_qwen3,
+        "prompt-data": reverse_data / "train.jsonl",
+        "label-key": "label",
+        "rollout-shuffle": True,
+        "custom-rm-path": "scripts.reverse_digits.reward",
+        "rollout-batch-size": 4,
+        "n-samples-per-prompt": 4,
+        "num-steps-per-rollout": 2,
+        "micro-batch-size": 4,
+        "num-rollout": 3,
+        "rollout-max-response-len": 6,
+        "lr": 1e-3,
+        "check-weight-update-equal": True,
+    }
+
+
+@pytest.fixture(scope="session")
+def run_train(environment: dict[str, str]) -> Runner:
+    """Run ``train.py`` with flags; the result has its exit code and what it printed."""
+    from miles.utils.external_utils.command_utils import to_argv
+
+    def run(flags: dict[str, Any], *, timeout: float = 150) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, str(ROOT / "train.py"), *to_argv(flags)],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    return run
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]

@@ -1,0 +1,135 @@
+"""The whole line on a CPU: engines, rewards, two FSDP ranks, weight sync, checkpoints."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import metrics_of
+
+Runner = Callable[..., "subprocess.CompletedProcess[str]"]
+TIMES = ("perf/", "time")
+
+
+def numbers(row: dict[str, Any]) -> dict[str, Any]:
+    """What must be equal between two runs: everything but seconds."""
+    return {k: v for k, v in row.items() if not k.startswith(TIMES)}
+
+
+@pytest.fixture(scope="module")
+def reference_run(
+    run_train: Runner, base_flags: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Four uninterrupted rollouts, disaggregated, with checkpoints and an export."""
+    folder = tmp_path_factory.mktemp("reference")
+    result = run_train(
+        {
+            **base_flags,
+            "num-rollout": 4,
+            "save": folder / "ckpt",
+            "save-interval": 2,
+            "save-hf": folder / "hf-{rollout_id}",
+            "run-dir": folder / "run",
+        }
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return folder
+
+
+def test_every_rollout_is_recorded_and_weights_advance(reference_run: Path) -> None:
+    rows = metrics_of(reference_run / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    versions = [row["rollout/weight_version"] for row in rows]
+    assert versions == [2, 3, 4, 5]
+    assert all(row["train/grad_norm"] > 0 for row in rows)
+    assert (reference_run / "run" / "reward.png").stat().st_size > 0
+    assert (reference_run / "run" / "samples.txt").read_text(encoding="utf-8")
+
+
+def test_the_first_step_sees_the_engines_own_log_probs(reference_run: Path) -> None:
+    for row in metrics_of(reference_run / "run"):
+        assert row["train/train_rollout_logprob_abs_diff"] < 1e-5
+
+
+def test_the_export_is_what_transformers_loads(reference_run: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from miles.core.hf import load_tokenizer
+
+    exports = sorted(reference_run.glob("hf-*"))
+    assert exports
+    model = AutoModelForCausalLM.from_pretrained(exports[-1])
+    assert model.num_parameters() > 0
+    assert load_tokenizer(str(exports[-1])).eos_token == "<eos>"
+
+
+def test_a_colocated_run_equals_the_disaggregated_one(
+    run_train: Runner, base_flags: dict[str, Any], reference_run: Path, tmp_path: Path
+) -> None:
+    flags = {k: v for k, v in base_flags.items() if k != "rollout-num-gpus"}
+    result = run_train(
+        {
+            **flags,
+            "colocate": True,
+            "rollout-num-gpus-per-engine": 2,
+            "num-rollout": 4,
+            "run-dir": tmp_path,
+        }
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    expected = [numbers(row) for row in metrics_of(reference_run / "run")]
+    assert [numbers(row) for row in metrics_of(tmp_path)] == expected
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
+    run_train: Runner, base_flags: dict[str, Any], reference_run: Path, tmp_path: Path
+) -> None:
+    flags = {**base_flags, "num-rollout": 4, "save": tmp_path / "ckpt", "load": tmp_path / "ckpt"}
+    first = run_train(
+        {**flags, "save-interval": 2, "debug-exit-after-rollout": 2, "run-dir": tmp_path / "a"}
+    )
+    assert first.returncode == 0, first.stdout + first.stderr
+    second = run_train({**flags, "run-dir": tmp_path / "b"})
+    assert second.returncode == 0, second.stdout + second.stderr
+    rows = metrics_of(tmp_path / "a") + metrics_of(tmp_path / "b")
+    expected = [numbers(row) for row in metrics_of(reference_run / "run")]
+    assert [without_version(numbers(row)) for row in rows] == [
+        without_version(row) for row in expected
+    ]
+    assert final_weights(tmp_path / "ckpt") == final_weights(reference_run / "ckpt")
+
+
+def without_version(row: dict[str, Any]) -> dict[str, Any]:
+    """The engines of a resumed run start counting anew."""
+    return {k: v for k, v in row.items() if "weight_version" not in k}
+
+
+def final_weights(save: Path) -> dict[str, str]:
+    """Digest of every tensor of the newest checkpoint's model."""
+    import torch
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    from miles.weight_sync.checksums import checksum
+
+    step = (save / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8")
+    target = save / "model.pt"
+    dcp_to_torch_save(save / f"iter_{int(step):07d}" / "model", target)
+    state: dict[str, Any] = torch.load(target, weights_only=True)
+    return {name: checksum(tensor) for name, tensor in _flat(state).items()}
+
+
+def _flat(state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in state.items():
+        name = f"{prefix}{key}"
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def test_config_json_records_every_flag(reference_run: Path) -> None:
+    config = json.loads((reference_run / "run" / "config.json").read_text(encoding="utf-8"))
+    assert config["data"]["num_rollout"] == 4
+    assert config["checkpoint"]["save_interval"] == 2
