@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from miles.backends.fsdp_utils.actor import FSDPTrainRayActor
+from miles.backends.fsdp_utils.model import HeadOptions
+from miles.backends.training_utils.packing import build_micro_batches
 from miles.config.algorithm import AlgorithmConfig
 from miles.config.checkpoint import CheckpointConfig
 from miles.config.cluster import ClusterConfig
@@ -119,3 +121,31 @@ def train_rollouts(
     weights = weights_of(actor)
     actor.shutdown()
     return {"first": resumed_at, "steps": steps, "metrics": metrics, "weights": weights}
+
+
+def log_probs_of(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
+    """Log-probs and entropies by sample index, and how the model was set up."""
+    actor, _ = start(config)
+    shard = rollouts[0][actor.parallel.rank]
+    steps = build_micro_batches(
+        shard, packed=config.data.use_dynamic_batch_size, device=torch.device("cpu")
+    )
+    by_sample: dict[int, list[tuple[float, float]]] = {}
+    for batch in (b for step in steps for b in step):
+        options = HeadOptions(config.rollout.rollout_temperature, chunk_size=3)
+        stats = actor.ops.model.token_stats(batch, options, with_entropy=True)
+        assert stats.entropy_R is not None
+        (again,) = actor.ops.log_probs([batch], weights="actor")
+        # The pass without gradient takes other chunks of tokens.
+        torch.testing.assert_close(again, stats.log_probs_R.detach(), atol=1e-5, rtol=0)
+        for row, position in enumerate(batch.sample_positions):
+            chosen = batch.sequence_R == row
+            by_sample[int(shard.sample_indices[position])] = list(
+                zip(
+                    stats.log_probs_R[chosen].tolist(),
+                    stats.entropy_R[chosen].tolist(),
+                    strict=True,
+                )
+            )
+    model = actor.ops.model
+    return {"stats": by_sample, "fused": model.fuse_head, "attention": model.attention}
