@@ -69,6 +69,11 @@ def supports_device_ipc() -> bool:
     return device_type() == "cuda"
 
 
+def supports_fused_optimizer() -> bool:
+    """Whether PyTorch's fused optimizers have kernels for this device."""
+    return device_type() in ("cpu", "cuda")
+
+
 def synchronize() -> None:
     if has_accelerator():
         torch.accelerator.synchronize()

@@ -1,0 +1,215 @@
+"""``FSDPTrainRayActor``: the six methods of the contract on PyTorch FSDP2."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from miles.backends.fsdp_utils import self_check
+from miles.backends.fsdp_utils.checkpoint import BACKEND, Checkpointer, Snapshot
+from miles.backends.fsdp_utils.model import HeadOptions, ShardedModel, load_model
+from miles.backends.fsdp_utils.offload import HostStore, local_tensor
+from miles.backends.fsdp_utils.optimizer import Optimizer
+from miles.backends.fsdp_utils.parallel import build_mesh, parallel_state
+from miles.backends.fsdp_utils.precision import make_precision
+from miles.backends.fsdp_utils.weights import export_hf, model_tensors, stream_weights
+from miles.backends.training_utils.consume import consume
+from miles.backends.training_utils.losses import needs_entropy
+from miles.config.root import MilesConfig
+from miles.contracts.engine import EngineSet
+from miles.contracts.parallel import ParallelState
+from miles.contracts.trainer import TrainRayActor, WeightsTag
+from miles.contracts.types import LossFn, MicroBatch, NamedTensor, StepStats, TrainBatch, TrainStats
+from miles.core import device, logging
+from miles.core.timer import Timer
+from miles.weight_sync.session import make_weight_sync
+
+log = logging.get(__name__)
+
+
+class FSDPPolicyOps:
+    """The three primitives: see ``contracts.trainer.PolicyOps``."""
+
+    def __init__(self, config: MilesConfig, *, with_ref: bool) -> None:
+        assert config.rollout.hf_checkpoint is not None, "--hf-checkpoint"
+        self.parallel = parallel_state()
+        mesh = build_mesh(config.fsdp.dp_replicate_size)
+        precision = make_precision(config.fsdp)
+        self.model = load_model(config.rollout.hf_checkpoint, mesh, config.fsdp, precision)
+        self_check.check_head(self.model)
+        if config.data.use_dynamic_batch_size:
+            self_check.check_packing(self.model)
+        self.ref: ShardedModel | None = None
+        if with_ref:
+            path = config.algorithm.ref_load or config.rollout.hf_checkpoint
+            self.ref = load_model(path, mesh, config.fsdp, replace(precision, frozen=True))
+            self.ref.fuse_head = self.model.fuse_head
+        self.optimizer = Optimizer(
+            self.model, config.optimizer, self.parallel, total_optimizer_steps(config)
+        )
+        supervised = config.algorithm.loss_type == "sft_loss"
+        self._options = HeadOptions(
+            # The temperature belongs to sampling; supervised data was not sampled.
+            temperature=1.0 if supervised else config.rollout.rollout_temperature,
+            chunk_size=config.algorithm.log_probs_chunk_size,
+        )
+        self._with_entropy = needs_entropy(config.algorithm)
+        self.store = HostStore(self._state)
+
+    def log_probs(self, batches: Sequence[MicroBatch], *, weights: WeightsTag) -> list[Tensor]:
+        model = self.model if weights == "actor" else self.ref
+        assert model is not None, "built without a reference"
+        with torch.no_grad():
+            result = [
+                model.token_stats(batch, self._options, with_entropy=False).log_probs_R
+                for batch in batches
+            ]
+        model.reshard()
+        return result
+
+    def optimizer_step(self, batches: Sequence[MicroBatch], loss: LossFn) -> StepStats:
+        return self.optimizer.step(
+            batches,
+            loss,
+            lambda batch: self.model.token_stats(
+                batch, self._options, with_entropy=self._with_entropy
+            ),
+        )
+
+    def hf_weights(self) -> Iterator[NamedTensor]:
+        return stream_weights(self.model.module, self.model.weights, self.store)
+
+    def copy_policy_to_ref(self) -> None:
+        """Make the reference the present policy (--ref-update-interval)."""
+        assert self.ref is not None
+        source = model_tensors(self.model.module)
+        for key, tensor in model_tensors(self.ref.module).items():
+            local_tensor(tensor).copy_(local_tensor(source[key]))
+
+    def _state(self) -> dict[str, Tensor]:
+        """All that must survive sleep; the policy's tensors under their own names."""
+        state = dict(model_tensors(self.model.module))
+        state |= {f"optimizer:{k}": v for k, v in self.optimizer.state_tensors().items()}
+        if self.ref is not None:
+            state |= {f"ref:{k}": v for k, v in model_tensors(self.ref.module).items()}
+        return state
+
+
+class FSDPTrainRayActor(TrainRayActor):
+    """The model's own Hugging Face implementation under FSDP2."""
+
+    def build(self, *, with_ref: bool) -> int:
+        """Raises ``ConfigError`` or ``CheckpointDirError`` for what cannot run."""
+        config = self.config
+        torch.manual_seed(config.algorithm.seed)
+        self._checkpointer = Checkpointer(config.checkpoint, config.algorithm.seed)
+        step = self._checkpointer.find()
+        self.ops = FSDPPolicyOps(config, with_ref=with_ref)
+        self._weight_sync = make_weight_sync(config)
+        self._timer = Timer()
+        next_rollout_id = 0 if step is None else self._resume(step)
+        if config.data.start_rollout_id is not None:
+            next_rollout_id = config.data.start_rollout_id
+        return next_rollout_id
+
+    @property
+    def parallel(self) -> ParallelState:
+        return self.ops.parallel
+
+    def train(self, rollout_id: int, batch: TrainBatch) -> TrainStats:
+        self._require_awake("train")
+        algorithm = self.config.algorithm
+        if algorithm.reset_optimizer_states:
+            self.ops.optimizer.reset()
+        stats = consume(self.ops, batch, self.config, timer=self._timer)
+        interval = algorithm.ref_update_interval
+        if self.ops.ref is not None and interval and (rollout_id + 1) % interval == 0:
+            self.ops.copy_policy_to_ref()
+        return stats
+
+    def update_weights(self, engines: EngineSet) -> int:
+        return self._weight_sync.push(engines, self.ops.hf_weights())
+
+    def save_model(self, rollout_id: int, *, force_sync: bool = False) -> None:
+        self._require_awake("save_model")
+        settings = self.config.checkpoint
+        if settings.save is not None:
+            snapshot = Snapshot(
+                self._parts(optimizer=not settings.no_save_optim),
+                device.rng_state(),
+                self._metadata(rollout_id),
+            )
+            self._checkpointer.save(rollout_id + 1, snapshot, force_sync=force_sync)
+        if settings.save_hf is not None:
+            source = self.config.rollout.hf_checkpoint
+            assert source is not None
+            directory = settings.save_hf.format(rollout_id=rollout_id)
+            export_hf(directory, source, self.ops.model.weights, self.ops.hf_weights())
+
+    def sleep(self) -> None:
+        self.ops.model.reshard()
+        self.ops.store.sleep()
+
+    def wake_up(self) -> None:
+        self.ops.store.wake_up()
+
+    def shutdown(self) -> None:
+        """Finish the save in the background, then leave the process group."""
+        self._weight_sync.close()
+        self._checkpointer.finish()
+        super().shutdown()
+
+    def _require_awake(self, method: str) -> None:
+        if self.ops.store.asleep:
+            raise RuntimeError(f"{method} while the trainer sleeps: call wake_up first")
+
+    def _parts(self, *, optimizer: bool) -> dict[str, dict[str, Tensor]]:
+        """The tensors of a checkpoint by directory: to save, or to load into."""
+        parts = {
+            "model": self.ops.model.persistent_tensors(),
+            "lr_scheduler": self.ops.optimizer.schedule_state(),
+        }
+        if optimizer:
+            parts["optimizer"] = self.ops.optimizer.state_tensors()
+        if self.ops.ref is not None and self.config.algorithm.ref_update_interval:
+            parts["ref"] = self.ops.ref.persistent_tensors()
+        return parts
+
+    def _metadata(self, rollout_id: int) -> dict[str, Any]:
+        return {
+            "backend": BACKEND,
+            "rollout_id": rollout_id,
+            "world_size": self.parallel.world_size,
+            "seed": self.config.algorithm.seed,
+            "config": self.config.to_dict(),
+            "dtypes": {
+                weight.name: str(weight.dtype).removeprefix("torch.")
+                for weight in self.ops.model.weights
+            },
+        }
+
+    def _resume(self, step: Path) -> int:
+        parts = self._parts(optimizer=True)
+        for name in ("optimizer", "ref"):
+            if name in parts and not self._checkpointer.has(step, name):
+                del parts[name]
+                log.warning("%s has no %s: it starts afresh", step, name)
+        metadata = self._checkpointer.load(step, parts)
+        self.ops.optimizer.load_schedule_state(parts["lr_scheduler"])
+        log.info("resumed from %s", step)
+        return int(metadata["iteration"])
+
+
+def total_optimizer_steps(config: MilesConfig) -> int:
+    """Steps of the whole run, which the learning-rate schedule spans."""
+    data = config.data
+    if data.num_steps_per_rollout is not None:
+        per_rollout = data.num_steps_per_rollout
+    else:
+        samples = (data.rollout_batch_size or 1) * data.n_samples_per_prompt
+        per_rollout = math.ceil(samples / (data.global_batch_size or samples))
+    return (data.num_rollout or 1) * per_rollout

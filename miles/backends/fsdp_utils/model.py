@@ -1,0 +1,290 @@
+"""The Hugging Face model under FSDP2: load, shard, and the forward pass to token statistics.
+
+Nothing about the model is re-expressed: ``config.json`` decides the class, rank 0 reads the
+weights, the other ranks start on the meta device and receive their shards.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from miles.backends.fsdp_utils import attention
+from miles.backends.fsdp_utils.precision import Precision
+from miles.backends.fsdp_utils.weights import (
+    Weight,
+    checkpoint_dtypes,
+    match_weights,
+    model_tensors,
+)
+from miles.backends.training_utils.logprobs import token_stats, token_stats_from_logits
+from miles.backends.training_utils.packing import padded_inputs
+from miles.config.errors import ConfigError, Problem
+from miles.config.fsdp import FsdpConfig
+from miles.contracts.types import MicroBatch, TokenStats
+from miles.core import device, distributed, logging
+from miles.core.hf import CheckpointDirError, load_config
+
+log = logging.get(__name__)
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """How logits become log-probs."""
+
+    temperature: float
+    chunk_size: int
+    """See ``training_utils.logprobs.token_stats``."""
+
+
+class ShardedModel:
+    """A causal language model whose parameters are sharded over the mesh."""
+
+    def __init__(
+        self, module: PreTrainedModel, weights: list[Weight], precision: Precision
+    ) -> None:
+        self.module: Any = module
+        self.weights = weights
+        self.precision = precision
+        self.implementation: str = module.config._attn_implementation  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        self.fuse_head = True
+        """Whether logits are the head's output as it is; ``self_check.py`` finds out."""
+        head = module.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise ConfigError(
+                [Problem("--hf-checkpoint", type(module).__name__, "has no language-model head")]
+            )
+        self._head = head
+        pad_id = module.config.get_text_config().pad_token_id
+        self._pad_id = pad_id if isinstance(pad_id, int) and pad_id >= 0 else 0
+
+    def token_stats(
+        self, batch: MicroBatch, options: HeadOptions, *, with_entropy: bool
+    ) -> TokenStats:
+        """Forward pass; float32 ``[R]`` with gradient (unless disabled).
+
+        Collective: every rank runs the same number of micro-batches, fillers included.
+        """
+        inputs, flat_index_R = self._inputs(batch)
+
+        def gather(hidden_SxLxH: Tensor) -> Tensor:
+            return hidden_SxLxH.flatten(0, 1).index_select(0, flat_index_R)
+
+        def fused(hidden_SxLxH: Tensor) -> Tensor:
+            stats = token_stats(
+                gather(hidden_SxLxH),
+                self._head.weight,
+                batch.targets_R,
+                bias=self._head.bias,
+                temperature=options.temperature,
+                chunk_size=options.chunk_size,
+                with_entropy=with_entropy,
+            )
+            entropy = () if stats.entropy_R is None else (stats.entropy_R,)
+            return torch.stack([stats.log_probs_R, *entropy])
+
+        def plain(hidden_SxLxH: Tensor) -> Tensor:
+            # The leading axis is the batch axis that the model's own code may rely on.
+            return functional.linear(gather(hidden_SxLxH), self._head.weight, self._head.bias)[None]
+
+        # The statistics leave through the root module's output: FSDP2 hangs its backward on that.
+        if self.fuse_head:
+            rows = self._call(inputs, fused)
+            return TokenStats(log_probs_R=rows[0], entropy_R=rows[1] if with_entropy else None)
+        logits_RxV = self._call(inputs, plain)[0]
+        return token_stats_from_logits(
+            logits_RxV, batch.targets_R, temperature=options.temperature, with_entropy=with_entropy
+        )
+
+    def logits_and_head_output(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The model's logits of a micro-batch and what its head alone gave; without gradient."""
+        inputs, _ = self._inputs(batch)
+        seen: list[Tensor] = []
+
+        def record(hidden_SxLxH: Tensor) -> Tensor:
+            out = functional.linear(hidden_SxLxH, self._head.weight, self._head.bias)
+            seen.append(out)
+            return out
+
+        with torch.no_grad():
+            logits = self._call(inputs, record)
+        self.reshard()
+        return logits, seen[0]
+
+    def persistent_tensors(self) -> dict[str, Tensor]:
+        """Parameters and the buffers that belong to a checkpoint; the live tensors."""
+        kept = self.module.state_dict().keys()
+        return {key: t for key, t in model_tensors(self.module).items() if key in kept}
+
+    def reshard(self) -> None:
+        """Free what a forward pass without backward left gathered (the root's parameters)."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _call(self, inputs: dict[str, Any], head: Callable[[Tensor], Tensor]) -> Tensor:
+        with _replaced_forward(self._head, head):
+            return self.module(**inputs, use_cache=False).logits
+
+    def _inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], Tensor]:
+        if batch.packed:
+            documents = attention.packed_arguments(
+                self.implementation, batch.cu_seqlens_S, batch.max_seqlen
+            )
+            row = {
+                "input_ids": batch.tokens_T[None],
+                "position_ids": batch.position_ids_T[None],
+            }
+            return row | documents, batch.logit_index_R
+        # Padding is on the right: causality keeps it out, so that no mask is needed.
+        input_ids, _, position_ids, flat_index_T = padded_inputs(batch, self._pad_id)
+        inputs = {"input_ids": input_ids, "position_ids": position_ids}
+        return inputs, flat_index_T[batch.logit_index_R]
+
+
+def load_model(
+    path: str, mesh: DeviceMesh, config: FsdpConfig, precision: Precision
+) -> ShardedModel:
+    """Load a Hugging Face directory into a sharded model in training mode; collective.
+
+    Raises ``ConfigError`` or ``CheckpointDirError`` on every rank when the directory or the flags
+    do not fit together.
+    """
+    module = _build_on_meta(path, config)
+    weights, source = _read_on_first_rank(path, module, precision)
+    stored = {weight.key: precision.stored(weight.dtype) for weight in weights}
+    _check_uniform({stored[key] for key, _ in module.named_parameters()})
+    for key, parameter in module.named_parameters():
+        parameter.data = parameter.data.to(stored[key])
+    module.requires_grad_(not precision.frozen)
+    _shard(module, mesh, precision)
+    module.to_empty(device=device.current_device())
+    module.tie_weights()
+    _fill(module, source)
+    module.train()
+    exported = [Weight(w.key, w.name, precision.exported(w.dtype), w.shape) for w in weights]
+    return ShardedModel(module, exported, precision)
+
+
+def _build_on_meta(path: str, config: FsdpConfig) -> PreTrainedModel:
+    hf_config = load_config(path)
+    if getattr(hf_config, "quantization_config", None) is not None:
+        raise CheckpointDirError(f"{path!r} is quantized; convert it to bf16 first")
+    _switch_off_dropout(hf_config)
+    with torch.device("meta"):
+        module: PreTrainedModel = AutoModelForCausalLM.from_config(
+            hf_config,
+            dtype=torch.float32,
+            attn_implementation=attention.choose_implementation(config.attn_implementation),
+            trust_remote_code=True,
+        )
+    attention.install(module)
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    if config.gradient_checkpointing:
+        module.gradient_checkpointing_enable({"use_reentrant": False})
+    return module
+
+
+def _switch_off_dropout(hf_config: Any) -> None:
+    """Log-probs and the loss must come from the same function of the weights."""
+    text_config = hf_config.get_text_config()
+    for key, value in text_config.to_dict().items():
+        if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float) and value > 0:
+            log.info("config.json: %s = %s is ignored, training runs without dropout", key, value)
+            setattr(text_config, key, 0.0)
+
+
+def _read_on_first_rank(
+    path: str, module: PreTrainedModel, precision: Precision
+) -> tuple[list[Weight], dict[str, Tensor]]:
+    """The weight table everywhere; real tensors, in their stored dtype, on rank 0 alone."""
+    weights: list[Weight] = []
+    tensors: dict[str, Tensor] = {}
+    error: Exception | None = None
+    if distributed.rank() == 0:
+        try:
+            weights = match_weights(module, checkpoint_dtypes(path), path)
+            tensors = _read(path)
+        except (OSError, ValueError) as caught:
+            error = caught
+    distributed.raise_together(error, f"loading {path}")
+    for weight in weights:
+        tensors[weight.key] = tensors[weight.key].to(precision.stored(weight.dtype))
+    return distributed.broadcast_object(weights), tensors
+
+
+def _read(path: str) -> dict[str, Tensor]:
+    """All parameters and buffers in fp32, which holds every trainable dtype exactly."""
+    result: Any = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, output_loading_info=True, trust_remote_code=True
+    )
+    loaded, info = result
+    for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if info.get(kind):
+            raise CheckpointDirError(f"{path!r}: {kind} {sorted(map(str, info[kind]))[:5]}")
+    if info.get("unexpected_keys"):
+        log.info("%s: not part of the model: %s", path, sorted(info["unexpected_keys"])[:5])
+    return model_tensors(loaded)
+
+
+def _check_uniform(stored: set[torch.dtype]) -> None:
+    if len(stored) > 1:
+        kinds = ", ".join(sorted(str(dtype) for dtype in stored))
+        remedy = f"the checkpoint mixes {kinds}, which FSDP2 cannot shard: keep the fp32 master"
+        raise ConfigError([Problem("--no-keep-fp32-master", True, remedy)])
+
+
+def _shard(module: PreTrainedModel, mesh: DeviceMesh, precision: Precision) -> None:
+    """One FSDP unit per block, one per untied embedding, the rest with the root."""
+    policy = precision.mixed_precision_policy()
+    blocks = set(module._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
+    tied = module.config.get_text_config().tie_word_embeddings
+    for part in list(module.modules()):
+        if type(part).__name__ in blocks or (isinstance(part, nn.Embedding) and not tied):
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            # Losses are divided by global counts already: gradients add up, they do not average.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+
+
+def _fill(module: PreTrainedModel, source: dict[str, Tensor]) -> None:
+    """Send rank 0's tensors to every rank's shards.
+
+    Buffers go by hand: those that no checkpoint holds (rotary frequencies) have no state-dict
+    entry, and initialisation on the meta device has lost their values.
+    """
+    state: dict[str, Any] = {}
+    if source:
+        state = {key: source[key] for key, _ in module.named_parameters()}
+    # Not strict: the second name of a tied parameter and the buffers have no entry.
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    set_model_state_dict(module, state, options=options)
+    for key, buffer in module.named_buffers():
+        if source:
+            buffer.copy_(source[key])
+        if distributed.world_size() > 1:
+            dist.broadcast(buffer, 0)
+
+
+@contextmanager
+def _replaced_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Generator[None]:
+    """Run ``forward`` in place of the module's own, hooks and surroundings unchanged."""
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward

@@ -1,0 +1,197 @@
+"""AdamW, its learning-rate schedule, and the optimizer step over sharded gradients."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from miles.backends.fsdp_utils.model import ShardedModel
+from miles.backends.fsdp_utils.offload import local_tensor
+from miles.backends.training_utils.schedule import learning_rate_at
+from miles.config.optimizer import OptimizerConfig
+from miles.contracts.parallel import ParallelState
+from miles.contracts.types import LossFn, MicroBatch, StepStats, TokenStats
+from miles.core import device
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class LossScale:
+    """Dynamic loss scale of fp16 training: halved by an overflow, doubled after 2000 good steps.
+
+    Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740, section 3.2.
+    """
+
+    INITIAL = 2.0**16
+    GROWTH_INTERVAL = 2000
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.value = self.INITIAL if enabled else 1.0
+        self.good_steps = 0
+
+    def update(self, overflow: bool) -> None:
+        if not self.enabled:
+            return
+        self.good_steps = 0 if overflow else self.good_steps + 1
+        if overflow:
+            self.value = max(self.value / 2, 1.0)
+        elif self.good_steps == self.GROWTH_INTERVAL:
+            self.value, self.good_steps = self.value * 2, 0
+
+
+class Optimizer:
+    """One step at a time: accumulate, reduce, clip, update."""
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        config: OptimizerConfig,
+        parallel: ParallelState,
+        total_steps: int,
+    ) -> None:
+        self._model = model
+        self._clip = config.clip_grad
+        self._parallel = parallel
+        self._fused = device.supports_fused_optimizer()
+        self.names: dict[str, Tensor] = dict(model.module.named_parameters())
+        # A rate of 1 that the schedule multiplies: the product is exactly what the schedule says.
+        self.adam = AdamW(
+            self.names.values(),
+            lr=1.0,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+            fused=self._fused,
+        )
+        self.schedule = LambdaLR(
+            self.adam, lambda step: learning_rate_at(step, config, total_steps)
+        )
+        self.scale = LossScale(model.precision.scales_loss)
+        self._initialise_state()
+
+    def step(
+        self,
+        batches: Sequence[MicroBatch],
+        loss: LossFn,
+        forward: Callable[[MicroBatch], TokenStats],
+    ) -> StepStats:
+        """Take one step on the sum of the losses of ``batches`` over all ranks; collective.
+
+        Gradients of micro-batches accumulate on each rank and are reduced with the last one. When
+        the global gradient norm is not finite, weights and moments stay as they are on every rank
+        alike; the schedule moves on, so that the learning rate depends on the position in the run
+        alone.
+        """
+        self.adam.zero_grad(set_to_none=True)
+        totals: dict[str, Tensor] = {}
+        for position, batch in enumerate(batches):
+            last = position == len(batches) - 1
+            self._model.module.set_requires_gradient_sync(last)
+            self._model.module.set_is_last_backward(last)
+            stats = forward(batch)
+            output = loss(batch, stats)
+            value = output.loss
+            if not value.requires_grad:
+                # A filler has no token, but its backward takes part in the collectives.
+                value = value + stats.log_probs_R.sum()
+            (value * self.scale.value).backward()
+            _add(totals, {**output.sums, "": output.loss.detach()})
+        grad_norm = self._grad_norm()
+        skipped = not math.isfinite(grad_norm)
+        if not skipped:
+            self._rescale_gradients(grad_norm)
+            self.adam.step()
+        self.adam.zero_grad(set_to_none=True)
+        self.scale.update(overflow=skipped)
+        learning_rate = float(self.schedule.get_last_lr()[0])
+        self.schedule.step()
+        sums = self._reduce(totals)
+        return StepStats(
+            loss=sums.pop(""),
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            skipped=skipped,
+            sums=sums,
+        )
+
+    def reset(self) -> None:
+        """Forget the moments and their step count; the schedule goes on."""
+        for tensor in self.state_tensors().values():
+            local_tensor(tensor).zero_()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Moments and step counts as ``<parameter>.<kind>``; the live tensors."""
+        state = self.adam.state
+        return {
+            f"{name}.{kind}": state[parameter][kind]
+            for name, parameter in self.names.items()
+            for kind in (*MOMENTS, "step")
+        }
+
+    def schedule_state(self) -> dict[str, Tensor]:
+        """Position of the schedule and the loss scale, as tensors to save or to load into."""
+        return {
+            "step": torch.tensor(self.schedule.last_epoch),
+            "loss_scale": torch.tensor(self.scale.value, dtype=torch.float64),
+            "good_steps": torch.tensor(self.scale.good_steps),
+        }
+
+    def load_schedule_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from there with the schedule of the present flags."""
+        position = int(state["step"])
+        rate: Any = self.schedule.lr_lambdas[0]
+        saved = self.schedule.state_dict()
+        saved |= {"last_epoch": position, "_step_count": position + 1, "_last_lr": [rate(position)]}
+        self.schedule.load_state_dict(saved)
+        self.adam.param_groups[0]["lr"] = rate(position)
+        if self.scale.enabled:
+            self.scale.value = float(state["loss_scale"])
+            self.scale.good_steps = int(state["good_steps"])
+
+    def _initialise_state(self) -> None:
+        """What AdamW makes in its first step, so that it can be saved or loaded before."""
+        for parameter in self.names.values():
+            where = parameter.device if self._fused else torch.device("cpu")
+            self.adam.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=where),
+                **{kind: torch.zeros_like(parameter) for kind in MOMENTS},
+            }
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.names.values() if p.grad is not None]
+
+    def _grad_norm(self) -> float:
+        """2-norm over all parameters and ranks, without the loss scale."""
+        norm = get_total_norm(self._gradients(), foreach=True)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        return float(norm) / self.scale.value
+
+    def _rescale_gradients(self, grad_norm: float) -> None:
+        """Take the loss scale out and clip, in one pass."""
+        factor = 1.0 / self.scale.value
+        if self._clip > 0:
+            factor *= min(1.0, self._clip / (grad_norm + 1e-6))
+        if factor != 1.0:
+            gradients = [local_tensor(gradient) for gradient in self._gradients()]
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore
+
+    def _reduce(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
+        """Sums over data-parallel ranks; every rank has the same keys."""
+        keys = sorted(totals)
+        summed = self._parallel.dp_sum(torch.stack([totals[key] for key in keys]))
+        return dict(zip(keys, summed.tolist(), strict=True))
+
+
+def _add(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
+    """In float64: counts of tokens stay exact beyond 2^24."""
+    for key, value in sums.items():
+        wide = value.detach().to(device.current_device(), torch.float64)
+        totals[key] = totals[key] + wide if key in totals else wide

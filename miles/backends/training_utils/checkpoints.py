@@ -1,0 +1,277 @@
+"""Checkpoint directories without tensors: names, tracker, staging, retention, the save sentinel.
+
+A step is written to ``iter_0000012.tmp`` and renamed when every file is on disk; only then does the
+tracker move. What ends in neither ``.tmp``, ``.old`` nor ``.gone`` is therefore always complete.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from miles.config.errors import ConfigError, Problem
+from miles.core import logging
+
+TRACKER = "latest_checkpointed_iteration.txt"
+METADATA = "metadata.json"
+REQUESTED = "requested"
+"""Empty file in a step that was asked for by the sentinel: retention leaves the step alone."""
+
+_STEP = re.compile(r"iter_(\d{7,})")
+_LEFTOVER = re.compile(r"iter_\d{7,}\.(tmp|gone)")
+_REPLACED = re.compile(r"(iter_\d{7,})\.old")
+
+log = logging.get(__name__)
+
+
+def step_dir(save: str | Path, iteration: int) -> Path:
+    """Directory of a finished checkpoint; ``iteration`` counts completed rollouts."""
+    return Path(save) / f"iter_{iteration:07d}"
+
+
+def staging_dir(save: str | Path, iteration: int) -> Path:
+    """Where that checkpoint is written until it is complete."""
+    return Path(save) / f"iter_{iteration:07d}.tmp"
+
+
+def prepare_staging(save: str | Path, iteration: int, backend_entries: Sequence[str]) -> Path:
+    """Make the staging directory, without what a failed attempt of the backend left there.
+
+    Other files stay: the driver puts its rollout state and the ``requested`` marker there first.
+    ``backend_entries`` are glob patterns.
+    """
+    staging = staging_dir(save, iteration)
+    staging.mkdir(parents=True, exist_ok=True)
+    for pattern in (*backend_entries, METADATA):
+        for entry in staging.glob(pattern):
+            _remove(entry)
+    return staging
+
+
+def mark_requested(save: str | Path, iteration: int) -> None:
+    """Record durably, before the save, that the sentinel asked for this step."""
+    staging = staging_dir(save, iteration)
+    staging.mkdir(parents=True, exist_ok=True)
+    (staging / REQUESTED).touch()
+
+
+def discard_staging(save: str | Path, iteration: int) -> None:
+    """Remove a failed attempt, which frees the disk it filled."""
+    shutil.rmtree(staging_dir(save, iteration), ignore_errors=True)
+
+
+def publish(save: str | Path, iteration: int, metadata: Mapping[str, Any]) -> Path:
+    """Make the staged checkpoint the current one: metadata, fsync, rename, then the tracker.
+
+    Called on one rank when every rank has written. ``metadata`` is stored with the size of each
+    file, which ``verify`` compares before anything is loaded. Raises ``OSError``; the older
+    checkpoint and the tracker are then as they were.
+    """
+    staging, final = staging_dir(save, iteration), step_dir(save, iteration)
+    sizes = {
+        str(path.relative_to(staging)): path.stat().st_size
+        for path in sorted(staging.rglob("*"))
+        if path.is_file()
+    }
+    text = json.dumps({**metadata, "iteration": iteration, "files": sizes}, indent=1)
+    (staging / METADATA).write_text(text, encoding="utf-8")
+    _sync_tree(staging)
+    replaced = _replaced(final)
+    if final.exists():
+        final.rename(replaced)
+    staging.rename(final)
+    _sync(final.parent)
+    _write_tracker(Path(save), iteration)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def read_tracker(load: str | Path) -> int | None:
+    """Iteration of the newest complete checkpoint; ``None`` without a tracker file.
+
+    Raises ``ConfigError`` when the file holds anything but a number.
+    """
+    path = Path(load) / TRACKER
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise _refused(load, f"{path} holds {text[:40]!r} instead of a step number; {_steps(load)}")
+    return int(text)
+
+
+def resolve_load(load: str | None) -> Path | None:
+    """Directory of the step to resume from, or ``None`` for a fresh start (logged).
+
+    Fresh: no ``--load``; a missing or empty directory; one with neither tracker nor ``iter_*``.
+    Everything else that is not a complete checkpoint raises ``ConfigError``.
+    """
+    if load is None:
+        return None
+    folder = Path(load)
+    if not folder.exists():
+        log.info("--load %s does not exist yet: fresh start", load)
+        return None
+    if not folder.is_dir():
+        raise _refused(load, "is a file; give the directory that holds iter_*")
+    _refuse_other_kinds(folder)
+    iteration = read_tracker(folder)
+    if iteration is None:
+        if _iterations(folder):
+            raise _refused(load, f"has {_steps(folder)} but no {TRACKER}; write one of them there")
+        log.info("--load %s holds no checkpoint yet: fresh start", load)
+        return None
+    final = step_dir(folder, iteration)
+    for step in (final, _replaced(final)):
+        if step.is_dir():
+            return step
+    raise _refused(load, f"{TRACKER} says {iteration} but {final} is missing; {_steps(folder)}")
+
+
+def check_load(load: str | None) -> list[Problem]:
+    """The same rules when the command line is parsed, plus sizes of the files; reads no tensor."""
+    try:
+        step = resolve_load(load)
+        if step is not None:
+            verify(step)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+def read_metadata(step: Path) -> dict[str, Any]:
+    """What ``publish`` stored. Raises ``ConfigError`` when it is missing or unreadable."""
+    try:
+        metadata = json.loads((step / METADATA).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        reason = f"{step} has no {METADATA}: it is not a complete checkpoint of this program"
+        raise _refused(step.parent, f"{reason}; {_steps(step.parent)}") from None
+    except ValueError as error:
+        raise _refused(step.parent, f"{step / METADATA} is not readable: {error}") from error
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("files"), dict):
+        raise _refused(step.parent, f"{step / METADATA} lists no files")
+    return metadata
+
+
+def verify(step: Path) -> dict[str, Any]:
+    """Return the metadata after checking that every file is there in full length."""
+    metadata = read_metadata(step)
+    faults: list[str] = []
+    for name, size in metadata["files"].items():
+        path = step / name
+        if not path.is_file():
+            faults.append(f"{path} is missing")
+        elif path.stat().st_size != size:
+            faults.append(f"{path} has {path.stat().st_size} bytes instead of {size}")
+    if faults:
+        reason = f"step {metadata['iteration']} is damaged: {'; '.join(faults)}"
+        remedy = f"restore it or write another step into {TRACKER}; {_steps(step.parent)}"
+        raise _refused(step.parent, f"{reason}. {remedy}")
+    return metadata
+
+
+def recover(save: str | Path) -> None:
+    """Clear up after a crash: remove half-written steps, put back one that was being replaced."""
+    for entry in sorted(Path(save).glob("iter_*")):
+        if _LEFTOVER.fullmatch(entry.name):
+            log.info("removing left-over %s", entry)
+            _remove(entry)
+        elif match := _REPLACED.fullmatch(entry.name):
+            original = entry.with_name(match[1])
+            if original.exists():
+                _remove(entry)
+            else:
+                entry.rename(original)
+
+
+def prune(save: str | Path, keep: int | None) -> list[Path]:
+    """Remove all but the newest ``keep`` steps; return those removed.
+
+    Steps beyond the tracker's belong to another history of the run and are left alone, as are the
+    tracker's own step and those that the sentinel asked for.
+    """
+    newest = read_tracker(save)
+    if keep is None or newest is None:
+        return []
+    old = [i for i in _iterations(save) if i <= newest][:-keep]
+    removed: list[Path] = []
+    for step in (step_dir(save, i) for i in old if i != newest):
+        if not (step / REQUESTED).exists():
+            gone = step.with_name(step.name + ".gone")
+            step.rename(gone)
+            shutil.rmtree(gone)
+            removed.append(step)
+    return removed
+
+
+def sentinel_requested(path: str | None) -> bool:
+    """Whether someone asked for a save by touching the sentinel file."""
+    return path is not None and Path(path).exists()
+
+
+def clear_sentinel(path: str) -> None:
+    """Tell whoever asked that the checkpoint is durable."""
+    Path(path).unlink(missing_ok=True)
+
+
+def _refuse_other_kinds(folder: Path) -> None:
+    if _STEP.fullmatch(folder.name) and not _iterations(folder):
+        raise _refused(folder, f"is one step; give its parent directory {str(folder.parent)!r}")
+    if (folder / "config.json").is_file() and not (folder / TRACKER).exists():
+        raise _refused(
+            folder,
+            "is a Hugging Face directory, which --hf-checkpoint (or --ref-load) takes; --load "
+            "takes a directory that this program saved to",
+        )
+
+
+def _iterations(folder: str | Path) -> list[int]:
+    matches = (_STEP.fullmatch(p.name) for p in Path(folder).glob("iter_*") if p.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _steps(folder: str | Path) -> str:
+    found = _iterations(folder)
+    return f"steps there: {', '.join(map(str, found))}" if found else "no step is there"
+
+
+def _replaced(final: Path) -> Path:
+    return final.with_name(final.name + ".old")
+
+
+def _refused(load: str | Path, remedy: str) -> ConfigError:
+    return ConfigError([Problem("--load", str(load), remedy)])
+
+
+def _write_tracker(save: Path, iteration: int) -> None:
+    temporary = save / f"{TRACKER}.tmp"
+    temporary.write_text(str(iteration), encoding="utf-8")
+    _sync(temporary)
+    temporary.replace(save / TRACKER)
+    _sync(save)
+
+
+def _sync_tree(root: Path) -> None:
+    for folder, _, files in os.walk(root, topdown=False):
+        for name in files:
+            _sync(Path(folder) / name)
+        _sync(Path(folder))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(entry: Path) -> None:
+    if entry.is_dir():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink()

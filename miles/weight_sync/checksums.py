@@ -1,0 +1,33 @@
+"""Digests that say whether trainer and engine hold the same bytes."""
+
+from collections.abc import Mapping
+
+import torch
+import xxhash
+from torch import Tensor
+
+# Device tensors come to the host in pieces of this size: bounded memory, same digest.
+CHUNK_BYTES = 64 * 1024**2
+
+
+def checksum(tensor: Tensor) -> str:
+    """xxh3-128 hex digest of the tensor's bytes in C order (any dtype, shape, stride, device)."""
+    digest = xxhash.xxh3_128()
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.numel() > 0:
+        for chunk in flat.view(torch.uint8).split(CHUNK_BYTES):
+            digest.update(chunk.cpu().numpy())
+    return digest.hexdigest()
+
+
+def compare(trainer: Mapping[str, str], engine: Mapping[str, str]) -> list[str]:
+    """One line for each tensor that differs or is on one side only; empty when all are equal."""
+    differences: list[str] = []
+    for name in sorted(trainer.keys() | engine.keys()):
+        if name not in engine:
+            differences.append(f"{name}: the engine does not have it")
+        elif name not in trainer:
+            differences.append(f"{name}: the trainer did not send it")
+        elif trainer[name] != engine[name]:
+            differences.append(f"{name}: trainer {trainer[name]}, engine {engine[name]}")
+    return differences

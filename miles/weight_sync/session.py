@@ -1,0 +1,201 @@
+"""One weight update: pause, flush, begin, stream buckets, end, check, resume. The only copy.
+
+A failed update leaves the engines paused and the version as it was: resuming would generate from
+half-old, half-new weights. The next push, or an engine restart, heals it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from miles.config.root import MilesConfig
+from miles.contracts.engine import EngineError, EngineSet, PauseMode
+from miles.contracts.transport import WeightTransport
+from miles.contracts.types import NamedTensor
+from miles.core import distributed
+from miles.core.registry import Registry
+from miles.core.timer import Timer
+from miles.weight_sync.buckets import bucketize
+from miles.weight_sync.checksums import checksum, compare
+
+COLOCATED = "colocated"
+"""Chosen by layout, never by flag."""
+
+TRANSPORTS: Registry[Callable[..., WeightTransport]] = Registry(
+    "weight transport",
+    {
+        COLOCATED: "miles.weight_sync.colocated:ColocatedTransport",
+        "broadcast": "miles.weight_sync.broadcast:BroadcastTransport",
+    },
+)
+
+# Differing tensors that an error message names.
+MAX_NAMED_DIFFERENCES = 5
+
+
+class WeightMismatchError(EngineError):
+    """After an update an engine holds other bytes than the trainer sent."""
+
+
+class WeightSync:
+    """Pushes the trainer's weights into the engines; every rank holds one and calls ``push``.
+
+    ``check`` compares the checksum of every tensor after every update.
+    """
+
+    def __init__(
+        self,
+        transport: WeightTransport,
+        *,
+        max_bytes: int,
+        pause_mode: PauseMode = "retract",
+        check: bool = False,
+    ) -> None:
+        self._transport = transport
+        self._max_bytes = max_bytes
+        self._pause_mode: PauseMode = pause_mode
+        self._check = check
+        self._connected_to: tuple[tuple[str, ...], int] | None = None
+        self._timer = Timer()
+        self._digests: dict[str, str] = {}
+        self.version = 0
+        """Of the last update that succeeded; settable when a run resumes."""
+        self.last_timings: dict[str, float] = {}
+        """Seconds of the last push on this rank by phase: ``pause connect gather digest send load
+        end check resume``. ``digest`` and ``check`` are what ``check`` costs."""
+
+    def push(self, engines: EngineSet, weights: Iterable[NamedTensor]) -> int:
+        """Load ``weights`` into all engines and return their new version.
+
+        Collective: ``weights`` yields the same names on every rank, and gathers as it is read. An
+        error on any rank (``EngineError`` for an engine's) is raised on all of them.
+        """
+        version = self.version + 1
+        self._digests = {}
+        try:
+            self._together("pause", lambda: self._open(engines), on=self._is_main)
+            self._together("connect", lambda: self._connect(engines), on=self._is_source)
+            self._stream(engines, weights, version)
+            self._together("end", lambda: engines.end_weight_update(version), on=self._is_main)
+            if self._check:
+                self._compare(engines)
+            self._together("resume", lambda: self._resume(engines), on=self._is_main)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self.last_timings = self._timer.take()
+        self.version = version
+        return version
+
+    def close(self) -> None:
+        """Release what the transport holds; the next push connects anew."""
+        self._connected_to = None
+        self._transport.close()
+
+    @property
+    def _is_main(self) -> bool:
+        return distributed.rank() == 0
+
+    @property
+    def _is_source(self) -> bool:
+        return self._transport.is_source
+
+    def _together(self, phase: str, step: Callable[[], None], *, on: bool) -> None:
+        """Run the step where ``on`` holds; all ranks wait for it and fail together."""
+        error: Exception | None = None
+        if on:
+            with self._timer.span(phase):
+                error = _error_of(step)
+        distributed.raise_together(error, f"weight update ({phase})")
+
+    def _open(self, engines: EngineSet) -> None:
+        engines.pause(self._pause_mode)
+        if self._pause_mode != "in_place":
+            # Requests paused in place keep their key/value cache: that is what the mode means.
+            engines.flush_cache()
+        engines.begin_weight_update()
+
+    def _connect(self, engines: EngineSet) -> None:
+        wanted = (engines.urls, engines.generation)
+        if self._connected_to != wanted:
+            self._connected_to = None
+            self._transport.connect(engines)
+            self._connected_to = wanted
+
+    def _stream(self, engines: EngineSet, weights: Iterable[NamedTensor], version: int) -> None:
+        """Send every bucket. After a failure the weights are still read to the end: other ranks
+        gather them with us."""
+        error: Exception | None = None
+        stream = self._read(weights)
+        if self._is_source:
+            error = _error_of(lambda: self._send(engines, stream, version))
+        drained = _error_of(lambda: _drain(stream))
+        distributed.raise_together(error or drained, "weight update (send)")
+
+    def _send(self, engines: EngineSet, stream: Iterator[NamedTensor], version: int) -> None:
+        for bucket in bucketize(stream, self._max_bytes):
+            with self._timer.span("send"):
+                self._transport.send(bucket, engines, version)
+        with self._timer.span("load"):
+            self._transport.finish()
+
+    def _read(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        iterator = iter(weights)
+        while True:
+            with self._timer.span("gather"):
+                weight = next(iterator, None)
+            if weight is None:
+                return
+            if self._check and self._is_source:
+                with self._timer.span("digest"):
+                    self._digests[weight.name] = checksum(weight.tensor)
+            yield weight
+
+    def _compare(self, engines: EngineSet) -> None:
+        """Compare what all source ranks read from the trainer with what each engine holds."""
+        sent = {k: v for part in distributed.gather_objects(self._digests) for k, v in part.items()}
+
+        def check() -> None:
+            for url, held in zip(engines.urls, engines.weight_checksums(), strict=True):
+                differences = compare(sent, held)
+                if differences:
+                    shown = "; ".join(differences[:MAX_NAMED_DIFFERENCES])
+                    raise WeightMismatchError(
+                        f"{url}: {len(differences)} of {len(sent)} weights differ from the "
+                        f"trainer's after the update: {shown}"
+                    )
+
+        self._together("check", check, on=self._is_main)
+
+    def _resume(self, engines: EngineSet) -> None:
+        try:
+            engines.resume()
+        except EngineError as error:
+            # Some may run by now under a version that is not going to count.
+            paused = _error_of(lambda: engines.pause(self._pause_mode))
+            raise EngineError(f"{error}" + (f"; then {paused}" if paused else "")) from error
+
+
+def make_weight_sync(config: MilesConfig) -> WeightSync:
+    """The session that the flags ask for; the layout picks the transport."""
+    settings = config.weight_sync
+    name = COLOCATED if config.cluster.colocate else settings.update_weight_transfer_mode
+    return WeightSync(
+        TRANSPORTS.load(name)(timeout_s=settings.update_weight_timeout_s),
+        max_bytes=settings.update_weight_buffer_size,
+        pause_mode=config.rollout.pause_generation_mode,
+        check=settings.check_weight_update_equal,
+    )
+
+
+def _drain(stream: Iterator[NamedTensor]) -> None:
+    for _ in stream:
+        pass
+
+
+def _error_of(step: Callable[[], None]) -> Exception | None:
+    """Run the step; its error becomes a value, to be raised on every rank together."""
+    try:
+        step()
+    except Exception as error:  # whatever it is: the other ranks wait for us
+        return error
+    return None
