@@ -1,9 +1,12 @@
 """Fixtures that many tests share."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.ranks import Ranks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -27,3 +30,11 @@ def tiny_qwen3_untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen3(
         tmp_path_factory.mktemp("models") / "tiny-qwen3-untied", tied=False, dtype=torch.bfloat16
     )
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    """Two processes for jobs over gloo, started with the first test that needs them."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()

@@ -81,6 +81,9 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
 
 def unknown_flag(foreign: Foreign) -> Problem:
     """The problem of a flag that nobody knows, with the nearest flags that exist."""
+    if not foreign.name.startswith("-"):
+        remedy = "belongs to no flag; put quotes around a text with spaces"
+        return Problem(foreign.name, foreign.value, remedy)
     known = [option for spec in flag_specs(MilesConfig) for option in spec.options]
     where = f" in {foreign.file}" if foreign.file is not None else ""
     hint = did_you_mean(foreign.name, [*known, "--config"])

@@ -36,8 +36,9 @@ rewards-normalization: false           # the same as disable-rewards-normalizati
 save: null                             # the default
 ```
 
-Every switch `--x` has an opposite `--no-x` (`--x` of `--disable-x` and `--no-x`), with which the
-command line overrules a file.
+Every switch has an opposite with which the command line overrules a file: `--no-colocate`,
+`--rewards-normalization` (of `--disable-rewards-normalization`), `--save-optim` (of
+`--no-save-optim`).
 
 A value that begins with two dashes is written `--flag=VALUE`.
 """

@@ -1,6 +1,5 @@
 """Evaluation sets to metrics: every prompt of every set, answered and scored."""
 
-import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -43,7 +42,9 @@ async def evaluate(
             evaluation=True,
             first_index=0,
         )
-        groups[name] = await _answer(steps, sets[name], f"eval:{rollout_id}:{name}", context)
+        contexts = _contexts(context, f"eval:{rollout_id}:{name}", len(sets[name]))
+        seeded_contexts = [seeded(c, rollout_id) for c in contexts]
+        groups[name] = await _answer(steps, sets[name], seeded_contexts)
 
     if config.rollout.deterministic_rollout:
         for name in sets:
@@ -56,26 +57,31 @@ async def evaluate(
     return metrics, {name: [s for group in groups[name] for s in group] for name in sets}
 
 
+def _contexts(context: GenerateContext, key: str, num_prompts: int) -> list[GenerateContext]:
+    """One for each prompt of a set."""
+    deterministic = context.config.rollout.deterministic_rollout
+    return [
+        replace(
+            context,
+            first_index=position * context.num_samples,
+            admission=(key, position, num_prompts) if deterministic else None,
+        )
+        for position in range(num_prompts)
+    ]
+
+
 async def _answer(
-    steps: Steps, prompts: Sequence[Prompt], key: str, context: GenerateContext
+    steps: Steps, prompts: Sequence[Prompt], contexts: Sequence[GenerateContext]
 ) -> list[Group]:
     """Generate and score the groups of one set, in order."""
-    rollout_id = int(key.split(":")[1])
 
-    async def answer(position: int, prompt: Prompt) -> Group:
-        own = replace(context, first_index=position * context.num_samples)
-        if context.config.rollout.deterministic_rollout:
-            own = replace(own, admission=(key, position, len(prompts)))
-        group = await generate_group(steps, prompt, seeded(own, rollout_id))
+    async def answer(prompt: Prompt, context: GenerateContext) -> Group:
+        group = await generate_group(steps, prompt, context)
         await score(group, steps.reward, evaluation=True)
         return group
 
-    tasks = [asyncio.ensure_future(answer(i, prompt)) for i, prompt in enumerate(prompts)]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
+    pairs = zip(prompts, contexts, strict=True)
+    return await run_together(answer(prompt, context) for prompt, context in pairs)
 
 
 def set_metrics(name: str, groups: Sequence[Group], config: MilesConfig) -> dict[str, float]:

@@ -38,11 +38,12 @@ async def generate(prompt: Prompt, context: GenerateContext) -> list[Sample]:
     return samples
 
 
-async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run them at once; when one fails the others are cancelled and its error is raised."""
+async def run_together[T](coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run them at once and return what they return, in order; when one fails the others are
+    cancelled and its error is raised."""
     tasks = [asyncio.ensure_future(c) for c in coroutines]
     try:
-        await asyncio.gather(*tasks)
+        return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
@@ -122,7 +123,7 @@ async def extend_samples(
             sample.status = Status.TRUNCATED
         return
     request = GenerateRequest(
-        input_ids=first.tokens,
+        input_ids=tuple(first.tokens),
         params=replace(
             context.params, max_new_tokens=left, sampling_seeds=_seeds(samples, context, turn)
         ),

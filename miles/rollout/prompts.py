@@ -145,7 +145,7 @@ def load_prompts(flag: str, spec: str, config: MilesConfig, tokenizer: Any) -> l
     refuse_bad_rows(flag, spec, [row for row in parsed if isinstance(row, BadRow)])
     prompts = _encode([p for p in parsed if isinstance(p, Prompt)], tokenizer)
     empty = [
-        BadRow(row.where, "the prompt is empty; remove the row")
+        BadRow(row.where, "the prompt has no token; remove the row")
         for row, prompt in zip(rows, prompts, strict=True)
         if not prompt.tokens
     ]

@@ -28,8 +28,10 @@ class RowParser:
     tools: tuple[dict[str, Any], ...] | None
     """Of rows that have none."""
 
-    def parse(self, row: Row) -> Prompt | BadRow:
+    def parse(self, row: Row | BadRow) -> Prompt | BadRow:
         """A prompt without tokens and number yet, or why it cannot be one."""
+        if isinstance(row, BadRow):
+            return row
         try:
             return self._parse(row.values)
         except (_RowError, ChatTemplateError) as error:
@@ -41,6 +43,8 @@ class RowParser:
         text, messages = self._input(values)
         if messages is not None:
             text = self._render(messages, tools)
+        if not text:
+            raise _RowError(f"{self.keys.input!r} is empty; remove the row")
         has_turn = any(m["role"] == "assistant" for m in messages or ())
         if self.supervised and label is None and not has_turn:
             raise _RowError(

@@ -100,10 +100,10 @@ def check_spec(flag: str, spec: str) -> list[Problem]:
     return []
 
 
-def read_rows(flag: str, spec: str, data: DataConfig) -> tuple[list[Row], RowKeys]:
+def read_rows(flag: str, spec: str, data: DataConfig) -> tuple[list[Row | BadRow], RowKeys]:
     """The rows that the slice keeps, and the keys of their values.
 
-    Raises ``ConfigError`` listing the bad ones, or when there is none.
+    Raises ``ConfigError`` when there is none.
     """
     problems = check_spec(flag, spec)
     if problems:
@@ -116,10 +116,9 @@ def read_rows(flag: str, spec: str, data: DataConfig) -> tuple[list[Row], RowKey
         rows = READERS[path.suffix](path)
         keys = RowKeys(data.input_key, data.label_key, data.metadata_key, data.tool_key)
     kept = rows[parsed.rows]
-    refuse_bad_rows(flag, spec, [row for row in kept if isinstance(row, BadRow)])
     if not kept:
         raise ConfigError([Problem(flag, spec, f"no row left; there are {len(rows)}")])
-    return [row for row in kept if isinstance(row, Row)], keys
+    return kept, keys
 
 
 def refuse_bad_rows(flag: str, spec: str, bad: Sequence[BadRow]) -> None:

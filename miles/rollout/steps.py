@@ -11,7 +11,7 @@ from typing import Any
 from miles.config.root import MilesConfig
 from miles.contracts.engine import SamplingParams
 from miles.contracts.hooks import GenerateContext, load_hook
-from miles.contracts.types import Group, Prompt, Sample
+from miles.contracts.types import Group, Prompt, Sample, Status
 from miles.core import logging
 from miles.rollout.generate import generate, sampling_seed
 from miles.rollout.rewards.score import Reward, make_reward
@@ -131,4 +131,6 @@ async def _generate_checked(steps: Steps, prompt: Prompt, context: GenerateConte
         )
     for sample in group:
         sample.validate()
+        if context.evaluation and sample.status is Status.ABORTED:
+            raise ValueError(f"sample {sample.index} was aborted in the middle of an evaluation")
     return group

@@ -229,7 +229,7 @@ async def _run(engine: Engine, body: GenerateBody, gone: asyncio.Event) -> Reque
         return finished.result()
     finally:
         leaving.cancel()
-        if not finished.done():
+        if not finished.done() and engine.scheduler.alive:
             engine.scheduler.post(lambda: engine.scheduler.abort(rid))
 
 

@@ -18,7 +18,8 @@ from miles.backends.embedded.protocol import GenerateBody, Refused, Sampling
 from miles.backends.embedded.receive import WeightReceiver
 from miles.backends.embedded.requests import Request
 from miles.backends.embedded.runner import Runner, load_model
-from miles.backends.embedded.scheduler import Limits, Scheduler
+from miles.backends.embedded.scheduler import Scheduler
+from miles.backends.embedded.waiting import Limits
 from miles.core import device, hf, logging
 
 log = logging.get(__name__)
@@ -231,14 +232,14 @@ class Engine:
 
     def loads(self) -> dict[str, Any]:
         running = len(self.scheduler.rows)
-        waiting = sum(len(job.sequences) for job in [*self.scheduler.waiting])
+        waiting = self.scheduler.waiting.num_sequences + len(self.scheduler.admission)
         return {
             "loads": [
                 {
                     "dp_rank": 0,
                     "num_running_reqs": running,
-                    "num_waiting_reqs": waiting + len(self.scheduler.admission),
-                    "num_total_reqs": running + waiting + len(self.scheduler.admission),
+                    "num_waiting_reqs": waiting,
+                    "num_total_reqs": running + waiting,
                     "max_running_requests": self.scheduler.limits.max_rows,
                 }
             ]

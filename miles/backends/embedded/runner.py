@@ -6,7 +6,7 @@ text of each new prompt. Logits are computed where a token is drawn, nowhere els
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import count, groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +21,8 @@ from miles.core import hf
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ATTENTION = "miles_kv_slots"
+_runner_numbers = count()
+"""Transformers looks attention functions up by name: each runner registers its own."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +160,9 @@ class Runner:
         ids = (np.arange(8) * 7 + 3) % self.vocab_size
         sequences = [ids[:5], ids[2:8]]
         reference = torch.stack([self._plain_log_probs(s) for s in sequences])
-        ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, self.kv.attend)
-        self.model.set_attn_implementation(_ATTENTION)
+        name = f"miles_kv_slots_{next(_runner_numbers)}"
+        ALL_ATTENTION_FUNCTIONS.register(name, self.kv.attend)
+        self.model.set_attn_implementation(name)
         self.reserve(3, 8, 0, 0)
         no_rows = np.empty(0, np.int64)
         self.step(

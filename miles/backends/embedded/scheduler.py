@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,32 +21,11 @@ from miles.backends.embedded.rows import Rows
 from miles.backends.embedded.runner import PromptInput, Runner
 from miles.backends.embedded.sampling import sample
 from miles.backends.embedded.text import find_stop_strings, tail_length
+from miles.backends.embedded.waiting import Limits, Waiting, plan_slots
 from miles.contracts.engine import PauseMode
 from miles.core import logging
 
 log = logging.get(__name__)
-
-MAX_PREFILL_TOKENS = 8192
-"""Prompt tokens of one step (a longer prompt runs alone)."""
-_SLOT_ROUNDING = 32
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the engine takes on at once."""
-
-    max_rows: int
-    max_total_tokens: int
-    """Slots times their capacity, over all running sequences."""
-    context_length: int
-
-
-@dataclass(frozen=True)
-class _Job:
-    """Sequences that start from the same tokens and are prefilled together."""
-
-    tokens: list[int]
-    sequences: list[Sequence]
 
 
 class Scheduler:
@@ -60,7 +38,7 @@ class Scheduler:
         self.runner = runner
         self.limits = limits
         self.rows = Rows(limits.max_rows)
-        self.waiting: deque[_Job] = deque()
+        self.waiting = Waiting(limits)
         self.admission = Admission(admission_timeout_s)
         self.paused = False
         self.released = False
@@ -83,7 +61,9 @@ class Scheduler:
         return self._thread.is_alive()
 
     def stop(self, timeout_s: float) -> None:
-        """Abort everything and end the thread; returns after ``timeout_s`` even if it does not."""
+        """End the thread between two steps; returns after ``timeout_s`` even if it does not.
+
+        Requests in flight get no answer: their connections drop, and clients try elsewhere."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -118,7 +98,7 @@ class Scheduler:
             self._check(request)
             self._requests[request.rid] = request
             for admitted in self.admission.enter(request, time.monotonic()):
-                self._queue(admitted)
+                self.waiting.push(admitted)
         except Refused as refused:
             if self._requests.get(request.rid) is request:
                 del self._requests[request.rid]
@@ -147,7 +127,7 @@ class Scheduler:
         they have produced, before anything that waits."""
         running = [self.rows.save(row) for row in range(len(self.rows))]
         self.rows.remove(np.arange(len(self.rows)))
-        self.waiting.extendleft(_Job(s.tokens, [s]) for s in reversed(running))
+        self.waiting.push_front(running)
 
     def drop_cache(self) -> None:
         """Free the slots. Raises ``Refused`` while sequences run and the engine is not paused."""
@@ -162,13 +142,8 @@ class Scheduler:
         try:
             while self._turn():
                 pass
-        except BaseException:
-            log.exception("the scheduler ended")
-            raise
         finally:
             self._stopping = True
-            for request in list(self._requests.values()):
-                self._end(request, Failed("the engine is shutting down"))
 
     def _turn(self) -> bool:
         with self._wake:
@@ -178,7 +153,6 @@ class Scheduler:
         for action in posted:
             action()
         if self._stopping:
-            self.abort()
             return False
         for request, refused in self.admission.expire(time.monotonic()):
             self._end(request, refused)
@@ -210,30 +184,9 @@ class Scheduler:
                 f"do not fit into the cache ({self.limits.max_total_tokens} tokens)"
             )
 
-    def _queue(self, request: Request) -> None:
-        size = min(self.limits.max_rows, self.limits.max_total_tokens // request.max_length)
-        sequences = request.sequences
-        for start in range(0, len(sequences), size):
-            self.waiting.append(_Job(request.input_ids, sequences[start : start + size]))
-
     def _admit(self) -> list[PromptInput]:
-        """Move jobs from the queue into rows, in order, as long as they fit."""
         num_running, longest = len(self.rows), self.rows.longest_cached
-        prompts: list[PromptInput] = []
-        num_tokens = 0
-        while self.waiting:
-            job = self.waiting[0]
-            count = len(self.rows) + len(job.sequences)
-            length = max(self.rows.max_length, job.sequences[0].request.max_length)
-            num_tokens += len(job.tokens)
-            too_long = bool(prompts) and num_tokens > MAX_PREFILL_TOKENS
-            if too_long or count > self.limits.max_rows:
-                break
-            if count * length > self.limits.max_total_tokens:
-                break
-            self.waiting.popleft()
-            prompts.append(PromptInput(job.tokens, len(self.rows), len(job.sequences)))
-            self.rows.add(job.sequences, len(job.tokens))
+        prompts = self.waiting.admit(self.rows)
         if prompts:
             slots, capacity = plan_slots(
                 (self.runner.kv.num_slots, self.runner.kv.capacity),
@@ -347,20 +300,7 @@ class Scheduler:
 
     def _withdraw(self, requests: set[Request]) -> NDArray[np.int64]:
         """Take requests out of the queue; return the rows that their sequences hold."""
-        self.waiting = deque(j for j in self.waiting if j.sequences[0].request not in requests)
+        self.waiting.remove(requests)
         return np.array(
             [row for row, s in enumerate(self.rows.sequences) if s.request in requests], np.int64
         )
-
-
-def plan_slots(have: tuple[int, int], need: tuple[int, int], limits: Limits) -> tuple[int, int]:
-    """(slots, capacity) to have, given those there are and those needed.
-
-    Rounded up and never shrunk, so that slabs are rarely copied, unless that breaks the limit.
-    """
-    slots = min(limits.max_rows, 1 << (need[0] - 1).bit_length())
-    capacity = min(limits.context_length, -(-need[1] // _SLOT_ROUNDING) * _SLOT_ROUNDING)
-    for wanted in ((max(have[0], slots), max(have[1], capacity)), (slots, capacity), need):
-        if wanted[0] * wanted[1] <= limits.max_total_tokens:
-            return wanted
-    return need

@@ -30,6 +30,8 @@ log = logging.get(__name__)
 
 WATCH_INTERVAL_S = 0.5
 SHUTDOWN_GRACE_S = 3.0
+DROP_AFTER_S = 1
+"""Requests in flight never get an answer once the scheduler is stopped."""
 
 
 class Server(uvicorn.Server):
@@ -194,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             app=None,  # pyright: ignore[reportArgumentType] - set below, it needs the holder
             log_level=args.log_level,
             access_log=False,
-            timeout_graceful_shutdown=int(SHUTDOWN_GRACE_S),
+            timeout_graceful_shutdown=DROP_AFTER_S,
         )
     )
     server.config.app = make_app(server.holder)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from miles.backends.fsdp_utils import self_check
+from miles.backends.fsdp_utils.attention import choose_implementation
 from miles.backends.fsdp_utils.checkpoint import BACKEND, Checkpointer, Snapshot
-from miles.backends.fsdp_utils.model import HeadOptions, ShardedModel, load_model
+from miles.backends.fsdp_utils.model import HeadOptions, LoadOptions, ShardedModel, load_model
 from miles.backends.fsdp_utils.offload import HostStore, local_tensor
 from miles.backends.fsdp_utils.optimizer import Optimizer
 from miles.backends.fsdp_utils.parallel import build_mesh, parallel_state
@@ -38,15 +39,20 @@ class FSDPPolicyOps:
         assert config.rollout.hf_checkpoint is not None, "--hf-checkpoint"
         self.parallel = parallel_state()
         mesh = build_mesh(config.fsdp.dp_replicate_size)
-        precision = make_precision(config.fsdp)
-        self.model = load_model(config.rollout.hf_checkpoint, mesh, config.fsdp, precision)
+        options = LoadOptions(
+            make_precision(config.fsdp),
+            choose_implementation(config.fsdp.attn_implementation),
+            config.fsdp.gradient_checkpointing,
+        )
+        self.model = load_model(config.rollout.hf_checkpoint, mesh, options)
         self_check.check_head(self.model)
         if config.data.use_dynamic_batch_size:
             self_check.check_packing(self.model)
         self.ref: ShardedModel | None = None
         if with_ref:
             path = config.algorithm.ref_load or config.rollout.hf_checkpoint
-            self.ref = load_model(path, mesh, config.fsdp, replace(precision, frozen=True))
+            frozen = replace(options.precision, frozen=True)
+            self.ref = load_model(path, mesh, replace(options, precision=frozen))
             self.ref.fuse_head = self.model.fuse_head
         self.optimizer = Optimizer(
             self.model, config.optimizer, self.parallel, total_optimizer_steps(config)

@@ -155,7 +155,8 @@ class Checkpointer:
                 checkpoints.prune(save, self._config.save_keep)
 
         self._together(publish, what, save, iteration)
-        log.info("checkpoint %s", checkpoints.step_dir(save, iteration))
+        if distributed.rank() == 0:
+            log.info("saved %s", checkpoints.step_dir(save, iteration))
 
     def _write_parts(self, staging: Path, snapshot: Snapshot) -> None:
         for name, tensors in snapshot.parts.items():

@@ -29,7 +29,6 @@ from miles.backends.fsdp_utils.weights import (
 from miles.backends.training_utils.logprobs import token_stats, token_stats_from_logits
 from miles.backends.training_utils.packing import padded_inputs
 from miles.config.errors import ConfigError, Problem
-from miles.config.fsdp import FsdpConfig
 from miles.contracts.types import MicroBatch, TokenStats
 from miles.core import device, distributed, logging
 from miles.core.hf import CheckpointDirError, load_config
@@ -151,15 +150,23 @@ class ShardedModel:
         return inputs, flat_index_T[batch.logit_index_R]
 
 
-def load_model(
-    path: str, mesh: DeviceMesh, config: FsdpConfig, precision: Precision
-) -> ShardedModel:
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a model is built, beside what its directory says."""
+
+    precision: Precision
+    attention: str
+    gradient_checkpointing: bool = False
+
+
+def load_model(path: str, mesh: DeviceMesh, options: LoadOptions) -> ShardedModel:
     """Load a Hugging Face directory into a sharded model in training mode; collective.
 
     Raises ``ConfigError`` or ``CheckpointDirError`` on every rank when the directory or the flags
     do not fit together.
     """
-    module = _build_on_meta(path, config)
+    precision = options.precision
+    module = _build_on_meta(path, options)
     weights, source = _read_on_first_rank(path, module, precision)
     stored = {weight.key: precision.stored(weight.dtype) for weight in weights}
     _check_uniform({stored[key] for key, _ in module.named_parameters()})
@@ -175,7 +182,7 @@ def load_model(
     return ShardedModel(module, exported, precision)
 
 
-def _build_on_meta(path: str, config: FsdpConfig) -> PreTrainedModel:
+def _build_on_meta(path: str, options: LoadOptions) -> PreTrainedModel:
     hf_config = load_config(path)
     if getattr(hf_config, "quantization_config", None) is not None:
         raise CheckpointDirError(f"{path!r} is quantized; convert it to bf16 first")
@@ -184,14 +191,14 @@ def _build_on_meta(path: str, config: FsdpConfig) -> PreTrainedModel:
         module: PreTrainedModel = AutoModelForCausalLM.from_config(
             hf_config,
             dtype=torch.float32,
-            attn_implementation=attention.choose_implementation(config.attn_implementation),
+            attn_implementation=options.attention,
             trust_remote_code=True,
         )
     attention.install(module)
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
-    if config.gradient_checkpointing:
+    if options.gradient_checkpointing:
         module.gradient_checkpointing_enable({"use_reentrant": False})
     return module
 

@@ -19,6 +19,11 @@ def flag_name(dest: str) -> str:
     return _NAMES[dest]
 
 
+def option_name(dest: str) -> str:
+    """The option that sets a field: for a switch the one that puts it on."""
+    return _OPTIONS[dest]
+
+
 def values_of(config: MilesConfig) -> dict[str, Any]:
     """Every field of every group by its name; names are unique over the groups."""
     groups = config.to_dict().values()
@@ -37,3 +42,4 @@ def problem(config: MilesConfig, *dests: str, remedy: str) -> Problem:
 
 
 _NAMES = {spec.dest: spec.name for spec in flag_specs(MilesConfig)}
+_OPTIONS = {spec.dest: spec.on for spec in flag_specs(MilesConfig)}

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from miles.config.derived import needs_reference
 from miles.config.root import MilesConfig
-from miles.config.rules.problems import flag_name, values_of
+from miles.config.rules.problems import option_name, values_of
 
 Resolve = Callable[[MilesConfig], MilesConfig]
 
@@ -145,7 +145,7 @@ def resolve(config: MilesConfig) -> tuple[MilesConfig, list[str]]:
         after = values_of(config)
         reason = (rule.__doc__ or "").splitlines()[0]
         messages += [
-            f"{flag_name(dest)}: {before[dest]!r} becomes {after[dest]!r}. {reason}"
+            f"{option_name(dest)}: {before[dest]!r} becomes {after[dest]!r}. {reason}"
             for dest in before
             if before[dest] is not None and before[dest] != after[dest]
         ]

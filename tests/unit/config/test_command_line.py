@@ -142,6 +142,7 @@ def test_all_unknown_flags_come_with_their_words() -> None:
 def test_a_stray_word_is_not_swallowed() -> None:
     (foreign,) = read_command_line(["--colocate", "yes"]).foreign
     assert foreign.name == "yes"
+    assert "belongs to no flag" in unknown_flag(foreign).remedy
 
 
 def test_flags_are_not_abbreviated() -> None:

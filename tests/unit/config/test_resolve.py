@@ -110,6 +110,8 @@ def test_the_reference_is_the_initial_model_where_one_is_needed(resolved: Resolv
 def test_a_group_of_one_is_not_divided_by_its_deviation(resolved: Resolved) -> None:
     config, _ = resolved("--n-samples-per-prompt", "1")
     assert config.algorithm.grpo_std_normalization is False
+    said = messages("--n-samples-per-prompt", "1")
+    assert [m.partition(".")[0] for m in said] == ["--grpo-std-normalization: True becomes False"]
     assert resolved()[0].algorithm.grpo_std_normalization is True
 
 

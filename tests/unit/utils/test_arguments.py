@@ -111,6 +111,32 @@ def test_a_missing_prompt_file_and_a_bad_slice_are_refused(valid: list[str]) -> 
     assert flags_of([*valid, "--prompt-data", "train.jsonl@[a:b]"]) == {"--prompt-data"}
 
 
+def test_a_sentinel_without_save_is_refused(valid: list[str]) -> None:
+    with pytest.raises(
+        ConfigError, match="--save-trigger-sentinel = 'f': applies only with --save"
+    ):
+        read_config([*valid, "--save-trigger-sentinel", "f"])
+
+
+def test_a_step_directory_instead_of_its_parent_is_refused_with_the_parent(
+    valid: list[str], tmp_path: Path
+) -> None:
+    step = tmp_path / "ckpt" / "iter_0000003"
+    step.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"--load = .*{tmp_path / 'ckpt'}") as error:
+        read_config([*valid, "--load", str(step)])
+    assert [problem.flag for problem in error.value.problems] == ["--load"]
+
+
+def test_loading_from_where_nothing_is_yet_is_a_fresh_start(
+    valid: list[str], tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "new")
+    config, _ = read_config([*valid, "--load", folder, "--save", folder])
+    assert config.checkpoint.load == folder
+    assert config.data.start_rollout_id is None
+
+
 def test_the_megatron_backend_is_refused_with_the_way_out(valid: list[str]) -> None:
     argv = [*valid, "--train-backend", "megatron", "--num-layers", "2", "--numlayers", "2"]
     with pytest.raises(ConfigError) as error:

@@ -1,0 +1,127 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from miles.contracts.types import Sample
+from tests.ranks import Ranks
+from tests.unit.backends.fsdp_utils.jobs import (
+    LENGTHS,
+    from_bytes,
+    make_config,
+    make_groups,
+    make_rollouts,
+    train_rollouts,
+)
+
+SUPERVISED = {"loss_type": "sft_loss", "calculate_per_token_loss": True}
+OPTIMIZER = {
+    "lr": 3e-3,
+    "lr_decay_style": "linear",
+    "lr_warmup_iters": 2,
+    "weight_decay": 0.1,
+    "clip_grad": 0.5,
+}
+NUM_ROLLOUTS = 2
+STEP = 4
+
+
+def plain_training(model_path: Path) -> tuple[list[tuple[float, float, float]], dict[str, Tensor]]:
+    """One process, transformers' own forward, torch's AdamW: loss, gradient norm and rate by step.
+
+    The rate warms up to 3e-3 in two steps, then falls linearly to 0 at step 8.
+    """
+    model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    adam = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    rates = iter([0.0, 1.5e-3, 3e-3, 3e-3 * 5 / 6])
+    steps: list[tuple[float, float, float]] = []
+    for rollout in range(NUM_ROLLOUTS):
+        samples = [s for group in make_groups(rollout, LENGTHS) for s in group]
+        for step in (samples[:STEP], samples[STEP:]):
+            adam.zero_grad()
+            loss = sum(_negative_log_likelihood(model, s) for s in step)
+            loss = loss / sum(sum(s.loss_mask) for s in step)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            adam.param_groups[0]["lr"] = rate = next(rates)
+            adam.step()
+            steps.append((loss.item(), norm.item(), rate))
+    return steps, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def _negative_log_likelihood(model: Any, sample: Sample) -> Tensor:
+    tokens = torch.tensor(sample.tokens)
+    logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+    log_probs = torch.log_softmax(logits[:-1], -1).gather(1, tokens[1:, None]).squeeze(1)
+    return -(log_probs[-sample.response_length :] * torch.tensor(sample.loss_mask)).sum()
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_qwen3: Path) -> Any:
+    return plain_training(tiny_qwen3)
+
+
+def assert_like_plain(result: dict[str, Any], plain: Any) -> None:
+    steps, weights = plain
+    assert len(result["steps"]) == len(steps)
+    for step, (loss, norm, rate) in zip(result["steps"], steps, strict=True):
+        assert step.loss == pytest.approx(loss, abs=1e-5)
+        assert step.grad_norm == pytest.approx(norm, abs=1e-5)
+        assert step.learning_rate == pytest.approx(rate, abs=1e-12)
+        assert not step.skipped
+    assert set(result["weights"]) == set(weights)
+    for name, value in result["weights"].items():
+        torch.testing.assert_close(
+            from_bytes(value), weights[name].reshape(-1), atol=1e-5, rtol=0, msg=name
+        )
+
+
+@pytest.mark.parametrize(
+    ("data", "fsdp"),
+    [
+        ({}, {}),
+        ({"use_dynamic_batch_size": False, "micro_batch_size": 2}, {}),
+        ({}, {"gradient_checkpointing": True}),
+        ({}, {"attn_implementation": "eager"}),
+    ],
+    ids=["packed", "padded", "recomputed", "eager"],
+)
+def test_two_ranks_train_like_one_plain_process(
+    two_ranks: Ranks, tiny_qwen3: Path, plain: Any, data: dict[str, Any], fsdp: dict[str, Any]
+) -> None:
+    config = make_config(
+        tiny_qwen3, algorithm=SUPERVISED, optimizer=OPTIMIZER, data=data, fsdp=fsdp
+    )
+    rollouts = make_rollouts(config, NUM_ROLLOUTS)
+    for result in two_ranks.run_well(train_rollouts, config, rollouts):
+        assert_like_plain(result, plain)
+
+
+def test_one_rank_trains_like_one_plain_process(
+    two_ranks: Ranks, tiny_qwen3: Path, plain: Any
+) -> None:
+    config = make_config(tiny_qwen3, algorithm=SUPERVISED, optimizer=OPTIMIZER)
+    rollouts = make_rollouts(config, NUM_ROLLOUTS, dp_size=1)
+    (result,) = two_ranks.run_well(train_rollouts, config, rollouts, num_ranks=1)
+    assert_like_plain(result, plain)
+
+
+@pytest.mark.full
+def test_hybrid_sharding_trains_like_one_plain_process(tiny_qwen3: Path, plain: Any) -> None:
+    config = make_config(
+        tiny_qwen3,
+        algorithm=SUPERVISED,
+        optimizer=OPTIMIZER,
+        fsdp={"dp_replicate_size": 2},
+    )
+    ranks = Ranks(4)
+    try:
+        # Six samples on four ranks: fillers take part in the last step.
+        rollouts = make_rollouts(config, NUM_ROLLOUTS, dp_size=4)
+        for result in ranks.run_well(train_rollouts, config, rollouts):
+            assert_like_plain(result, plain)
+    finally:
+        ranks.close()
