@@ -50,6 +50,8 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Engine, Any], Mapping[str, Any] |
     "/flush_cache": (protocol.Empty, Engine.flush_cache),
     "/release_memory_occupation": (protocol.MemoryBody, Engine.release_memory),
     "/resume_memory_occupation": (protocol.MemoryBody, Engine.resume_memory),
+    "/begin_weight_update": (protocol.Empty, Engine.begin_update),
+    "/end_weight_update": (protocol.Empty, Engine.end_update),
     "/update_weights_from_tensor": (protocol.TensorUpdateBody, Engine.update_from_tensor),
     "/update_weights_from_distributed": (protocol.GroupUpdateBody, Engine.update_from_group),
     "/update_weights_from_disk": (protocol.DiskUpdateBody, Engine.update_from_disk),

@@ -125,6 +125,8 @@ class Engine:
         self.scheduler.pause(body.mode)
 
     def resume(self, body: protocol.Empty) -> None:
+        if self._update_open:
+            raise Refused("a weight update is open: the weights may be half old, half new")
         self.scheduler.resume()
 
     def abort(self, body: protocol.AbortBody) -> None:
@@ -156,6 +158,22 @@ class Engine:
     _cache_released = False
 
     # Weights
+
+    _update_open = False
+    _version_to_come: int | None = None
+
+    def begin_update(self, body: protocol.Empty) -> None:
+        """Open an update: its version counts from ``end_update`` on. Again: start over."""
+        self._check_updatable()
+        self._update_open = True
+        self._version_to_come = None
+
+    def end_update(self, body: protocol.Empty) -> None:
+        if not self._update_open:
+            raise Refused("no weight update is open")
+        self._update_open = False
+        if self._version_to_come is not None:
+            self.scheduler.weight_version = self._version_to_come
 
     def update_from_tensor(self, body: protocol.TensorUpdateBody) -> None:
         self._check_updatable()
@@ -202,7 +220,9 @@ class Engine:
     def _updated(self, flush_cache: bool, version: int | str | None) -> None:
         if flush_cache:
             self.scheduler.drop_cache()
-        if version is not None:
+        if version is not None and self._update_open:
+            self._version_to_come = int(version)
+        elif version is not None:
             self.scheduler.weight_version = int(version)
 
     # Information (safe from any thread)
