@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from miles.backends.fsdp_utils import self_check
-from miles.backends.fsdp_utils.attention import choose_implementation
 from miles.backends.fsdp_utils.checkpoint import BACKEND, Checkpointer, Snapshot
 from miles.backends.fsdp_utils.model import HeadOptions, LoadOptions, ShardedModel, load_model
 from miles.backends.fsdp_utils.offload import HostStore, local_tensor
@@ -41,7 +40,7 @@ class FSDPPolicyOps:
         mesh = build_mesh(config.fsdp.dp_replicate_size)
         options = LoadOptions(
             make_precision(config.fsdp),
-            choose_implementation(config.fsdp.attn_implementation),
+            config.fsdp.attn_implementation,
             config.fsdp.gradient_checkpointing,
         )
         self.model = load_model(config.rollout.hf_checkpoint, mesh, options)

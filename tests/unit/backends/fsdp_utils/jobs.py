@@ -4,6 +4,11 @@ Jobs return plain values, and tensors as bytes: what is compared is compared bit
 """
 
 import dataclasses
+import os
+import resource
+import signal
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,10 @@ import torch
 from torch import Tensor
 
 from miles.backends.fsdp_utils.actor import FSDPTrainRayActor
+from miles.backends.fsdp_utils.model import HeadOptions
+from miles.backends.fsdp_utils.offload import local_tensor
+from miles.backends.fsdp_utils.weights import export_hf
+from miles.backends.training_utils.packing import build_micro_batches
 from miles.config.algorithm import AlgorithmConfig
 from miles.config.checkpoint import CheckpointConfig
 from miles.config.cluster import ClusterConfig
@@ -119,3 +128,96 @@ def train_rollouts(
     weights = weights_of(actor)
     actor.shutdown()
     return {"first": resumed_at, "steps": steps, "metrics": metrics, "weights": weights}
+
+
+def log_probs_of(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
+    """Log-probs and entropies by sample index, and how the model was set up."""
+    actor, _ = start(config)
+    shard = rollouts[0][actor.parallel.rank]
+    steps = build_micro_batches(
+        shard, packed=config.data.use_dynamic_batch_size, device=torch.device("cpu")
+    )
+    by_sample: dict[int, list[tuple[float, float]]] = {}
+    for batch in (b for step in steps for b in step):
+        options = HeadOptions(config.rollout.rollout_temperature, chunk_size=3)
+        stats = actor.ops.model.token_stats(batch, options, with_entropy=True)
+        assert stats.entropy_R is not None
+        (again,) = actor.ops.log_probs([batch], weights="actor")
+        # The pass without gradient takes other chunks of tokens.
+        torch.testing.assert_close(again, stats.log_probs_R.detach(), atol=1e-5, rtol=0)
+        for row, position in enumerate(batch.sample_positions):
+            chosen = batch.sequence_R == row
+            by_sample[int(shard.sample_indices[position])] = list(
+                zip(
+                    stats.log_probs_R[chosen].tolist(),
+                    stats.entropy_R[chosen].tolist(),
+                    strict=True,
+                )
+            )
+    model = actor.ops.model
+    return {"stats": by_sample, "fused": model.fuse_head, "attention": model.attention}
+
+
+def weights_awake_and_asleep(config: MilesConfig) -> tuple[list[str], Weights, Weights, Weights]:
+    """Names in order, and the weights before sleep, asleep and awake again."""
+    actor, _ = start(config)
+    names = [weight.name for weight in actor.ops.hf_weights()]
+    before = weights_of(actor)
+    actor.sleep()
+    asleep = weights_of(actor)
+    actor.wake_up()
+    return names, before, asleep, weights_of(actor)
+
+
+def train_with_naps(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
+    """Train, sleeping twice over after each rollout; report what was freed meanwhile."""
+    actor, _ = start(config, with_ref=config.algorithm.use_kl_loss)
+    steps: list[Any] = []
+    held_asleep: set[int] = set()
+    refused = 0
+    for rollout_id, shards in enumerate(rollouts):
+        steps += actor.train(rollout_id, shards[actor.parallel.rank]).steps
+        for _ in range(2):
+            actor.sleep()
+        state = actor.ops.store._state()
+        held_asleep |= {local_tensor(t).untyped_storage().nbytes() for t in state.values()}
+        try:
+            actor.train(rollout_id, shards[actor.parallel.rank])
+        except RuntimeError:
+            refused += 1
+        for _ in range(2):
+            actor.wake_up()
+    return {
+        "steps": steps,
+        "weights": weights_of(actor),
+        "held": held_asleep,
+        "refused": refused,
+        "kinds": sorted({name.rpartition(".")[2] for name in actor.ops.store._state()}),
+    }
+
+
+def export(config: MilesConfig, directory: str, shard_bytes: int, limit: int | None) -> Weights:
+    """Export; with ``limit`` no file may grow beyond so many bytes (as on a full disk)."""
+    actor, _ = start(config)
+    stream, weights = actor.ops.hf_weights(), actor.ops.model.weights
+    source = config.rollout.hf_checkpoint
+    assert source is not None
+    with file_size_limit(limit):
+        export_hf(directory, source, weights, stream, shard_bytes=shard_bytes)
+    return weights_of(actor)
+
+
+@contextmanager
+def file_size_limit(limit: int | None) -> Generator[None]:
+    """Writing further raises ``OSError``, on rank 0 alone."""
+    if limit is None or os.environ["RANK"] != "0":
+        yield
+        return
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, handler)
