@@ -95,7 +95,7 @@ def test_an_answer_has_the_fields_of_the_protocol(url: str, tokenizer: Any) -> N
 def test_greedy_tokens_equal_transformers_in_a_batch_of_different_lengths(
     url: str, threads: ThreadPoolExecutor, model: Any
 ) -> None:
-    prompts = [[5, 17, 30, 9, 22, 41][: 1 + i % 6] + [7 + i] for i in range(12)]
+    prompts = [[*[5, 17, 30, 9, 22, 41][: 1 + i % 6], 7 + i] for i in range(12)]
     answers = list(
         threads.map(
             lambda ids: generate(url, ids, temperature=0, max_new_tokens=20, ignore_eos=True),

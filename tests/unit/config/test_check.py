@@ -139,9 +139,6 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
         (),
     ),
     (
-        conflict.engines_fit_their_gpus,
-        "--rollout-num-gpus-per-engine, --num-gpus-per-node",
-        (
             "--rollout-num-gpus",
             "4",
             "--rollout-num-gpus-per-engine",
