@@ -32,7 +32,16 @@ from miles.config.fsdp import FsdpConfig
 from miles.config.optimizer import OptimizerConfig
 from miles.config.rollout import RolloutConfig
 from miles.config.root import MilesConfig
-from miles.contracts.types import Group, Prompt, Sample, Status, TrainBatch
+from miles.contracts.types import (
+    Group,
+    LossOutput,
+    MicroBatch,
+    Prompt,
+    Sample,
+    Status,
+    TokenStats,
+    TrainBatch,
+)
 from miles.rollout.batch import make_batches
 
 VOCABULARY = 64
@@ -288,3 +297,53 @@ def load_and_report(config: MilesConfig) -> dict[str, Any]:
 
 def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def step_with_a_bad_gradient(
+    config: MilesConfig, rollouts: list[list[TrainBatch]], bad: float
+) -> dict[str, Any]:
+    """A good step, one whose loss is ``bad`` on rank 1 alone, and a good one."""
+    actor, _ = start(config)
+    batches = build_micro_batches(
+        rollouts[0][actor.parallel.rank], packed=True, device=torch.device("cpu")
+    )[0]
+
+    def loss(batch: MicroBatch, stats: TokenStats) -> LossOutput:
+        mean = -stats.log_probs_R.sum() / 100
+        return LossOutput(loss=mean * factor, sums={"tokens": batch.loss_mask_R.sum()})
+
+    steps: list[Any] = []
+    states: list[Any] = []
+    for number in range(3):
+        factor = bad if number == 1 and actor.parallel.rank == 1 else 1.0
+        steps.append(actor.ops.optimizer_step(batches, loss))
+        moments = {n: as_bytes(full(t)) for n, t in actor.ops.optimizer.state_tensors().items()}
+        states.append((weights_of(actor), moments))
+    scale = actor.ops.optimizer.scale
+    return {"steps": steps, "states": states, "scale": (scale.value, scale.good_steps)}
+
+
+def reference_over_rollouts(
+    config: MilesConfig, rollouts: list[list[TrainBatch]]
+) -> list[dict[str, list[float]]]:
+    """Log-probs of one micro-batch under policy and reference, before and after each rollout."""
+    actor, _ = start(config, with_ref=True)
+    batch = build_micro_batches(rollouts[0][0], packed=True, device=torch.device("cpu"))[0][0]
+    seen: list[dict[str, list[float]]] = []
+    for rollout_id in range(len(rollouts) + 1):
+        policy, ref = (
+            actor.ops.log_probs([batch], weights=w)[0].tolist() for w in ("actor", "ref")
+        )
+        seen.append({"policy": policy, "ref": ref})
+        if rollout_id < len(rollouts):
+            actor.train(rollout_id, rollouts[rollout_id][actor.parallel.rank])
+    return seen
+
+
+def stored_dtypes(config: MilesConfig) -> set[str]:
+    actor, _ = start(config)
+    parameters = {str(p.dtype) for p in actor.ops.model.module.parameters()}
+    moments = {
+        str(t.dtype) for n, t in actor.ops.optimizer.state_tensors().items() if "exp_avg" in n
+    }
+    return parameters | moments
