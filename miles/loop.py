@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.backends.training_utils import checkpoints
+from miles.config.derived import needs_engines
 from miles.config.root import MilesConfig
 from miles.core.console import RunConsole
 from miles.core.tracking import Tracker
@@ -219,8 +220,10 @@ class Job:
     async def _push_weights(self, during: str) -> None:
         assert self._trainer is not None
         assert self._engines is not None
-        version = await self._trainer.update_weights(self._engines.addresses, during=during)
+        addresses = self._engines.addresses
+        version, seconds = await self._trainer.update_weights(addresses, during=during)
         self._metrics["rollout/weight_version"] = float(version)
+        self._metrics.update({f"perf/update_weights/{k}": v for k, v in seconds.items()})
 
     @asynccontextmanager
     async def _phase(self, turn: Phase, name: str, label: str) -> AsyncGenerator[None]:
@@ -246,12 +249,3 @@ class Job:
 
     def _is_last(self, rollout_id: int) -> bool:
         return rollout_id + 1 == self.config.data.num_rollout
-
-
-def needs_engines(config: MilesConfig) -> bool:
-    """Supervised and recorded rollouts need no engine, unless something is evaluated."""
-    generates = (
-        config.algorithm.loss_type != "sft_loss"
-        and config.observability.load_debug_rollout_data is None
-    )
-    return generates or config.evaluation.eval_interval is not None

@@ -10,12 +10,12 @@ from miles.config.flags import Doc, Flag
 class AlgorithmConfig:
     """Algorithm: what is optimized."""
 
-    loss_type: Annotated[Literal["policy_loss", "sft_loss", "custom_loss"], Doc("Loss.")] = (
-        "policy_loss"
-    )
+    loss_type: Annotated[
+        Literal["policy_loss", "sft_loss", "custom_loss"], Doc("What the trainer minimizes.")
+    ] = "policy_loss"
     advantage_estimator: Annotated[
         Literal["grpo", "gspo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"],
-        Doc("Advantage estimator."),
+        Doc("How rewards become advantages."),
     ] = "grpo"
     grpo_std_normalization: Annotated[
         bool,
@@ -48,7 +48,9 @@ class AlgorithmConfig:
         False
     )
     kl_coef: Annotated[float, Doc("KL to the reference in the reward.")] = 0.0
-    use_kl_loss: Annotated[bool, Doc("Add KL to the reference to the loss.")] = False
+    use_kl_loss: Annotated[
+        bool, Doc("Add KL to the reference to the loss; without a coefficient it is only measured.")
+    ] = False
     kl_loss_coef: Annotated[float, Doc("Coefficient of the KL loss.")] = 0.0
     kl_loss_type: Annotated[
         Literal["k1", "k2", "k3", "low_var_kl"], Doc("KL estimator, in loss and reward.")
@@ -66,8 +68,8 @@ class AlgorithmConfig:
     use_tis: Annotated[bool, Doc("Truncated importance sampling between trainer and engine.")] = (
         False
     )
-    tis_clip: Annotated[float, Doc("Its upper clip.")] = 2.0
-    tis_clip_low: Annotated[float, Doc("Its lower clip.")] = 0.0
+    tis_clip: Annotated[float, Doc("Upper clip of the weights of --use-tis.")] = 2.0
+    tis_clip_low: Annotated[float, Doc("Lower clip of the weights of --use-tis.")] = 0.0
     use_opsm: Annotated[bool, Doc("Mask negative samples that drifted off policy.")] = False
     opsm_delta: Annotated[float, Doc("Drift bound of --use-opsm.")] = 1e-4
     log_probs_chunk_size: Annotated[

@@ -1,7 +1,7 @@
 """Prompts in, batches out."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from miles.config.flags import Doc, Flag
 
@@ -36,11 +36,17 @@ class DataConfig:
         str | None, Doc("A jinja file that replaces the tokenizer's chat template.")
     ] = None
     loss_mask_type: Annotated[
-        str, Doc("How a supervised conversation is masked: see docs/customization.md.")
+        Literal["qwen", "qwen3", "distill_qwen"],
+        Doc(
+            "Supervised conversations. qwen: every assistant turn trains; qwen3: each as the "
+            "template shows it while it is the newest; distill_qwen: only the last, word for word."
+        ),
     ] = "qwen"
-    num_rollout: Annotated[int | None, Doc("Rollouts to run.")] = None
+    num_rollout: Annotated[
+        int | None, Doc("Rollouts to run, counted from 0 (also after a resume).")
+    ] = None
     num_epoch: Annotated[
-        int | None, Doc("Epochs over the prompts; gives --num-rollout when that is not set.")
+        int | None, Doc("Epochs over the prompts: the other way to say --num-rollout.")
     ] = None
     start_rollout_id: Annotated[
         int | None, Doc("First rollout id; by default what the checkpoint says, else 0.")
@@ -48,7 +54,9 @@ class DataConfig:
     rollout_batch_size: Annotated[int | None, Doc("Prompts of one rollout (required).")] = None
     n_samples_per_prompt: Annotated[int, Doc("Responses to each prompt.")] = 1
     global_batch_size: Annotated[
-        int | None, Doc("Samples of one optimizer step."), Flag(shared=True)
+        int | None,
+        Doc("Samples of one optimizer step; by default the whole rollout."),
+        Flag(shared=True),
     ] = None
     num_steps_per_rollout: Annotated[
         int | None,

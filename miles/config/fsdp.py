@@ -27,7 +27,7 @@ class FsdpConfig:
     attn_implementation: Annotated[
         str | None,
         Doc(
-            "transformers attention; by default flash_attention_2 on CUDA when installed, else "
+            "Attention of transformers; by default flash_attention_2 on CUDA when installed, else "
             "sdpa."
         ),
     ] = None

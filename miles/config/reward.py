@@ -22,7 +22,7 @@ class RewardConfig:
         str | None, Doc("Key of the number to train on, when the reward is an object.")
     ] = None
     eval_reward_key: Annotated[
-        str | None, Doc("The same in evaluation; by default --reward-key.")
+        str | None, Doc("Key of the number to report in evaluation; by default --reward-key.")
     ] = None
     group_rm: Annotated[bool, Doc("Call the reward once for a whole group.")] = False
     rm_url: Annotated[str | None, Doc("Address of the remote reward.")] = None

@@ -55,6 +55,7 @@ class RolloutConfig:
     generate_max_turns: Annotated[
         int, Doc("Assistant turns of the multi-turn generate function.")
     ] = 16
+    generate_tool_timeout_s: Annotated[float, Doc("Time-out of one tool call, s.")] = 60.0
     sglang_server_concurrency: Annotated[int, Doc("Requests in flight at one engine.")] = 512
     sglang_context_length: Annotated[
         int | None, Doc("Engine context length; by default the model's.")

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from miles.config.root import MilesConfig
 from miles.contracts.engine import Completion, GenerateRequest, SamplingParams
 from miles.contracts.types import Group, LossOutput, MicroBatch, Prompt, Sample, TokenStats
+from miles.core import plugins
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -202,3 +203,9 @@ HOOKS: dict[str, Callable[..., Any]] = {
 }
 """Field of ``HooksConfig`` -> expected signature. ``generate_tool_specs_path`` names a value (a
 list of tool schemas), not a function."""
+
+
+def load_hook(field: str, path: str | None) -> Callable[..., Any] | None:
+    """The user's function at ``path``, checked against the signature of that ``HooksConfig`` field;
+    ``None`` when no path is given. Raises ``PluginError``."""
+    return None if path is None else plugins.load_function(path, HOOKS[field])

@@ -18,6 +18,7 @@ def setup(role: str, level: int = logging.INFO) -> None:
 
 INFO = logging.INFO
 WARNING = logging.WARNING
+ERROR = logging.ERROR
 
 
 def get(name: str) -> logging.Logger:

@@ -19,7 +19,7 @@ def start() -> None:
     python_path = os.pathsep.join(dict.fromkeys([root, os.getcwd(), *existing]))
     ray.init(
         include_dashboard=False,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
         runtime_env={"env_vars": {"PYTHONPATH": python_path}},
     )
 

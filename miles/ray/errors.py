@@ -18,7 +18,8 @@ def describe(error: BaseException) -> str:
         cause = error.cause
         return f"{type(cause).__name__}: {cause}"
     if isinstance(error, RayActorError):
-        return f"the process died ({str(error).strip().splitlines()[0]})"
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return f"the process died: {lines[-1]}"
     return f"{type(error).__name__}: {error}"
 
 

@@ -43,7 +43,7 @@ class BroadcastTransport:
     def connect(self, engines: EngineSet) -> None:
         """Form a new group with these engines; one that existed is left."""
         self.close()
-        address = _address_for(engines.urls)
+        address = address_for(engines.urls)
         # A name of its own for each connection: engines may still hold the last one.
         self._name = f"miles-{uuid.uuid4().hex[:12]}"
         self._engines = engines
@@ -147,7 +147,7 @@ def _join_in_thread(group: WeightGroup) -> "Future[distributed.JoinedGroup]":
     return joined
 
 
-def _address_for(urls: Sequence[str]) -> str:
+def address_for(urls: Sequence[str]) -> str:
     """This machine's address as the engines see it: loopback only when all of them are local."""
     addresses = [_local_address(url) for url in urls]
     return next((a for a in addresses if not ip_address(a).is_loopback), addresses[0])

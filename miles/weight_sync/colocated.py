@@ -2,6 +2,7 @@
 
 import _posixshmem
 import os
+import uuid
 from concurrent.futures import Future
 from multiprocessing.shared_memory import SharedMemory
 
@@ -26,7 +27,8 @@ class Slot:
         if self._shm is not None and self._shm.size < num_bytes:
             self.release()
         if self._shm is None:
-            self._shm = SharedMemory(create=True, size=max(num_bytes, 1))
+            name = f"miles-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+            self._shm = SharedMemory(name, create=True, size=max(num_bytes, 1))
             _commit(self._shm)
         return self._shm
 
@@ -70,9 +72,9 @@ class ColocatedTransport:
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
         slot.wait(self._timeout_s)
-        offsets, num_bytes = _layout(bucket)
+        offsets, num_bytes = layout(bucket)
         shm = slot.reserve(num_bytes)
-        _fill(shm, bucket, offsets)
+        fill(shm, bucket, offsets)
         ref = ShmRef(
             shm_name=shm.name.removeprefix("/"),
             num_bytes=num_bytes,
@@ -90,7 +92,7 @@ class ColocatedTransport:
             slot.release()
 
 
-def _layout(bucket: WeightBucket) -> tuple[list[int], int]:
+def layout(bucket: WeightBucket) -> tuple[list[int], int]:
     """The offset of each tensor, and the bytes of all."""
     offsets: list[int] = []
     end = 0
@@ -101,7 +103,7 @@ def _layout(bucket: WeightBucket) -> tuple[list[int], int]:
     return offsets, end
 
 
-def _fill(shm: SharedMemory, bucket: WeightBucket, offsets: list[int]) -> None:
+def fill(shm: SharedMemory, bucket: WeightBucket, offsets: list[int]) -> None:
     assert shm.buf is not None
     memory = torch.frombuffer(shm.buf, dtype=torch.uint8)
     try:

@@ -49,7 +49,7 @@ class WeightSync:
         pause_mode: PauseMode = "retract",
         check: bool = False,
     ) -> None:
-        self._transport = transport
+        self.transport = transport
         self._max_bytes = max_bytes
         self._pause_mode: PauseMode = pause_mode
         self._check = check
@@ -89,7 +89,7 @@ class WeightSync:
     def close(self) -> None:
         """Release what the transport holds; the next push connects anew."""
         self._connected_to = None
-        self._transport.close()
+        self.transport.close()
 
     @property
     def _is_main(self) -> bool:
@@ -97,7 +97,7 @@ class WeightSync:
 
     @property
     def _is_source(self) -> bool:
-        return self._transport.is_source
+        return self.transport.is_source
 
     def _together(self, phase: str, step: Callable[[], None], *, on: bool) -> None:
         """Run the step where ``on`` holds; all ranks wait for it and fail together."""
@@ -118,7 +118,7 @@ class WeightSync:
         wanted = (engines.urls, engines.generation)
         if self._connected_to != wanted:
             self._connected_to = None
-            self._transport.connect(engines)
+            self.transport.connect(engines)
             self._connected_to = wanted
 
     def _stream(self, engines: EngineSet, weights: Iterable[NamedTensor], version: int) -> None:
@@ -134,9 +134,9 @@ class WeightSync:
     def _send(self, engines: EngineSet, stream: Iterator[NamedTensor], version: int) -> None:
         for bucket in bucketize(stream, self._max_bytes):
             with self._timer.span("send"):
-                self._transport.send(bucket, engines, version)
+                self.transport.send(bucket, engines, version)
         with self._timer.span("load"):
-            self._transport.finish()
+            self.transport.finish()
 
     def _read(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         iterator = iter(weights)

@@ -47,6 +47,10 @@ class TrainerRanks:
             self._pipes.append(ours)
             self._processes.append(process)
 
+    @property
+    def source_pid(self) -> int:
+        return self._processes[0].pid
+
     def push(self, transport: str, engines: EngineSet, model: Path, **how: Any) -> list[Any]:
         """For each rank ``(version, timings)``, or the exception that ``push`` raised.
 

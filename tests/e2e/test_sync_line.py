@@ -110,8 +110,9 @@ def without_version(row: dict[str, Any]) -> dict[str, Any]:
 def final_weights(save: Path) -> dict[str, str]:
     """Digest of every tensor of the newest checkpoint's model."""
     import torch
-    from miles.weight_sync.checksums import checksum
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    from miles.weight_sync.checksums import checksum
 
     step = (save / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8")
     target = save / "model.pt"

@@ -1,7 +1,7 @@
 """``FSDPTrainRayActor``: the six methods of the contract on PyTorch FSDP2."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,9 @@ class FSDPTrainRayActor(TrainRayActor):
 
     def update_weights(self, engines: EngineSet) -> int:
         return self._weight_sync.push(engines, self.ops.hf_weights())
+
+    def weight_update_seconds(self) -> Mapping[str, float]:
+        return self._weight_sync.last_timings
 
     def save_model(self, rollout_id: int, *, force_sync: bool = False) -> None:
         self._require_awake("save_model")

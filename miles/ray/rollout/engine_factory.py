@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from miles.config.root import MilesConfig
 from miles.contracts.engine import EngineError
@@ -180,7 +181,7 @@ class EngineGroup:
 
     async def restart(self, index: int) -> None:
         """Replace an engine. It comes up with the checkpoint's weights: sync before using it."""
-        with contextlib.suppress(ray.exceptions.RayError):
+        with contextlib.suppress(RayError):
             logger.warning(
                 "engine %d ended; its last lines:\n%s",
                 index,

@@ -1,9 +1,8 @@
 """``RolloutManager``: the actor that owns prompts, pool, rollout function and evaluation."""
 
-import dataclasses
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,15 @@ import msgspec
 import ray
 
 from miles.config.root import MilesConfig
-from miles.contracts.hooks import DataSource, RolloutContext, RolloutOutput
-from miles.contracts.types import Group
+from miles.contracts.hooks import DataSource, RolloutContext, RolloutOutput, load_hook
+from miles.contracts.types import Group, Prompt
 from miles.core import hf, logging
 from miles.rollout import batch, debug_data, supervised
 from miles.rollout.collect import Collector
 from miles.rollout.engine_set import EngineAddresses
-from miles.rollout.evaluate import Evaluator
-from miles.rollout.hooks import load_hook
+from miles.rollout.evaluate import evaluate
 from miles.rollout.pool import EnginePool
-from miles.rollout.prompts import make_source
+from miles.rollout.prompts import eval_sources, make_source
 
 STATE_FILE = "rollout_state.msgpack"
 
@@ -46,8 +44,12 @@ class RolloutManager:
         self._tokenizer: Any = None
         self._source: DataSource | None = None
         self._collector: Collector | None = None
-        self._evaluator: Evaluator | None = None
-        self._pool = EnginePool(config)
+        self._eval_sets: dict[str, list[Prompt]] = {}
+        self._pool = EnginePool(
+            (),
+            concurrency=config.rollout.sglang_server_concurrency,
+            timeout_s=config.rollout.rollout_request_timeout_s,
+        )
 
     async def start(self) -> int | None:
         """Load tokenizer and prompts; return the prompts of an epoch, if there are prompts."""
@@ -55,8 +57,7 @@ class RolloutManager:
         self._tokenizer = hf.load_tokenizer(
             str(config.rollout.hf_checkpoint), config.data.chat_template_path
         )
-        if config.evaluation.eval_prompt_data:
-            self._evaluator = Evaluator(config, self._pool, self._tokenizer)
+        self._eval_sets = eval_sources(config, self._tokenizer)
         if config.observability.load_debug_rollout_data is not None:
             return None
         self._source = make_source(config, self._tokenizer)
@@ -65,17 +66,18 @@ class RolloutManager:
         return len(self._source)
 
     async def set_engines(self, addresses: EngineAddresses) -> None:
-        await self._pool.set_engines(addresses.urls)
+        self._pool.set_engines(addresses.urls)
 
     async def generate(self, rollout_id: int, dp_size: int) -> GeneratedBatch:
         """Produce, record and split the groups of a rollout."""
         output = await self._groups(rollout_id)
-        if self._config.observability.save_debug_rollout_data is not None:
-            debug_data.save(
-                output.groups, self._config.observability.save_debug_rollout_data, rollout_id
-            )
+        record = self._config.observability.save_debug_rollout_data
+        if record is not None:
+            debug_data.save_groups(record, rollout_id, output.groups)
         metrics = {**batch.batch_metrics(output.groups, self._config), **output.metrics}
-        log = load_hook(self._config, "custom_rollout_log_function_path")
+        log = load_hook(
+            "custom_rollout_log_function_path", self._config.hooks.custom_rollout_log_function_path
+        )
         if log is not None:
             metrics = log(rollout_id, output.groups, metrics)
         shards = batch.make_batches(output.groups, self._config, rollout_id, dp_size)
@@ -87,13 +89,19 @@ class RolloutManager:
         )
 
     async def evaluate(self, rollout_id: int) -> dict[str, float]:
-        if self._config.hooks.eval_function_path is not None:
-            function = load_hook(self._config, "eval_function_path")
-            assert function is not None
+        """Metrics under ``eval/``, with the weights the engines have now."""
+        function = load_hook("eval_function_path", self._config.hooks.eval_function_path)
+        if function is not None:
             metrics = await function(rollout_id, self._context())
             return {f"eval/{name}": value for name, value in metrics.items()}
-        assert self._evaluator is not None
-        return await self._evaluator.evaluate(rollout_id)
+        metrics, samples = await evaluate(
+            rollout_id, self._eval_sets, self._config, self._pool, self._tokenizer
+        )
+        log = load_hook(
+            "custom_eval_rollout_log_function_path",
+            self._config.hooks.custom_eval_rollout_log_function_path,
+        )
+        return metrics if log is None else log(rollout_id, samples, metrics)
 
     async def save(self, folder: str) -> None:
         """Write the data position and unfinished groups into a checkpoint's folder."""
@@ -125,9 +133,8 @@ class RolloutManager:
     async def _groups(self, rollout_id: int) -> RolloutOutput:
         debug_path = self._config.observability.load_debug_rollout_data
         if debug_path is not None:
-            return RolloutOutput(groups=debug_data.load(debug_path, rollout_id))
-        assert self._source is not None
-        rollout = load_hook(self._config, "rollout_function_path")
+            return RolloutOutput(groups=debug_data.load_groups(debug_path, rollout_id))
+        rollout = load_hook("rollout_function_path", self._config.hooks.rollout_function_path)
         if rollout is not None:
             return await rollout(rollout_id, self._context())
         if self._collector is None:
@@ -168,4 +175,4 @@ def with_num_rollout(config: MilesConfig, num_prompts: int | None) -> MilesConfi
     assert data.num_epoch is not None
     assert data.rollout_batch_size is not None
     num_rollout = max(1, num_prompts * data.num_epoch // data.rollout_batch_size)
-    return dataclasses.replace(config, data=dataclasses.replace(data, num_rollout=num_rollout))
+    return replace(config, data=replace(data, num_rollout=num_rollout))

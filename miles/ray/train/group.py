@@ -1,7 +1,9 @@
 """``TrainGroup``: the trainer ranks as one object; fans the six methods out."""
 
+from collections.abc import Mapping
 from typing import Any
 
+from miles.config.derived import needs_reference
 from miles.config.root import MilesConfig
 from miles.contracts.types import TrainStats
 from miles.ray.errors import JobError, call, call_all, kill
@@ -33,8 +35,7 @@ class TrainGroup:
             },
             during="start",
         )
-        algorithm = self._config.algorithm
-        with_ref = algorithm.use_kl_loss or algorithm.kl_coef != 0
+        with_ref = needs_reference(self._config)
         first = await self._all("init", self._config, with_ref=with_ref, during="start")
         if len(set(first)) != 1:
             raise JobError(f"trainer ranks disagree on where to start: {first}")
@@ -52,9 +53,12 @@ class TrainGroup:
         )
         return stats[0]
 
-    async def update_weights(self, engines: EngineAddresses, *, during: str) -> int:
-        versions = await self._all("update_weights_at", engines, during=during)
-        return versions[0]
+    async def update_weights(
+        self, engines: EngineAddresses, *, during: str
+    ) -> tuple[int, Mapping[str, float]]:
+        """The new version, and rank 0's seconds by phase."""
+        answers = await self._all("update_weights_at", engines, during=during)
+        return answers[0]
 
     async def save_model(self, rollout_id: int, *, force_sync: bool) -> None:
         await self._all(

@@ -1,0 +1,29 @@
+"""What follows from several flags together; asked by the rules and by those who build the job."""
+
+from miles.config.root import MilesConfig
+
+
+def needs_reference(config: MilesConfig) -> bool:
+    """Whether KL to a reference model is computed (``--use-kl-loss`` alone only measures it)."""
+    return config.algorithm.kl_coef != 0 or config.algorithm.use_kl_loss
+
+
+def evaluates(config: MilesConfig) -> bool:
+    """Whether there is anything to evaluate."""
+    return bool(config.evaluation.eval_prompt_data) or config.hooks.eval_function_path is not None
+
+
+def is_supervised(config: MilesConfig) -> bool:
+    """Whether samples come from the data itself instead of from engines."""
+    return config.algorithm.loss_type == "sft_loss"
+
+
+def generates_rollouts(config: MilesConfig) -> bool:
+    """Whether engines write the samples to train on."""
+    recorded = config.observability.load_debug_rollout_data is not None
+    return not recorded and not is_supervised(config)
+
+
+def needs_engines(config: MilesConfig) -> bool:
+    """Whether a job has engines at all: for its rollouts, or for evaluation beside them."""
+    return generates_rollouts(config) or evaluates(config)

@@ -1,0 +1,291 @@
+"""Flags that mean something only together with others: given without them, they are refused.
+
+A flag that would be ignored is a wish that silently fails, so it is an error.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from miles.config.derived import evaluates, is_supervised, needs_engines, needs_reference
+from miles.config.errors import Problem
+from miles.config.root import MilesConfig
+from miles.config.rules.problems import Check, Given, problem
+
+
+@dataclass(frozen=True)
+class Applies:
+    """These flags have an effect only when the condition holds."""
+
+    dests: tuple[str, ...]
+    condition: Callable[[MilesConfig], bool]
+    to: str
+    """Completes "applies only ..."."""
+
+
+APPLIES: tuple[Applies, ...] = (
+    # Data and batches.
+    Applies(
+        ("prompt_data_kwargs",),
+        lambda c: (c.data.prompt_data or "").startswith("reasoning_gym:"),
+        "to --prompt-data reasoning_gym:FAMILY",
+    ),
+    Applies(
+        ("apply_chat_template_kwargs", "chat_template_path"),
+        lambda c: c.data.apply_chat_template or is_supervised(c) or _has_own_generate(c),
+        "with --apply-chat-template, in supervised training or with a custom generate function",
+    ),
+    Applies(
+        ("loss_mask_type",),
+        is_supervised,
+        "with --loss-type sft_loss",
+    ),
+    Applies(
+        ("max_tokens_per_gpu",),
+        lambda c: c.data.use_dynamic_batch_size,
+        "with --use-dynamic-batch-size",
+    ),
+    Applies(
+        ("micro_batch_size",),
+        lambda c: not c.data.use_dynamic_batch_size,
+        "without --use-dynamic-batch-size, which packs up to --max-tokens-per-gpu",
+    ),
+    # Rollout.
+    Applies(
+        ("partial_rollout",),
+        lambda c: _aborts_surplus(c),
+        "where responses are aborted: with --over-sampling-batch-size above --rollout-batch-size, "
+        "--dynamic-sampling-filter-path or --rollout-function-path",
+    ),
+    Applies(
+        ("mask_offpolicy_in_partial_rollout", "buffer_filter_path"),
+        lambda c: c.rollout.partial_rollout,
+        "with --partial-rollout",
+    ),
+    Applies(
+        (
+            "generate_max_turns",
+            "generate_tool_timeout_s",
+            "generate_tool_specs_path",
+            "generate_execute_tool_function_path",
+        ),
+        lambda c: _has_own_generate(c),
+        "with --custom-generate-function-path miles.rollout.multi_turn.generate (or your own)",
+    ),
+    Applies(
+        ("rollout_health_check_timeout",),
+        lambda c: c.rollout.rollout_health_check_interval > 0,
+        "with a --rollout-health-check-interval above 0",
+    ),
+    # Reward.
+    Applies(
+        ("rm_url",),
+        lambda c: (c.reward.rm_type or "").endswith("remote_rm"),
+        "with --rm-type remote_rm",
+    ),
+    # Algorithm.
+    Applies(
+        ("grpo_std_normalization",),
+        lambda c: c.algorithm.advantage_estimator in ("grpo", "gspo"),
+        "to --advantage-estimator grpo and gspo",
+    ),
+    Applies(
+        ("rewards_normalization",),
+        lambda c: c.algorithm.advantage_estimator != "reinforce_plus_plus",
+        "to --advantage-estimator grpo, gspo and reinforce_plus_plus_baseline",
+    ),
+    Applies(
+        ("gamma",),
+        lambda c: c.algorithm.advantage_estimator == "reinforce_plus_plus",
+        "to --advantage-estimator reinforce_plus_plus",
+    ),
+    Applies(
+        ("kl_loss_coef", "use_unbiased_kl"),
+        lambda c: c.algorithm.use_kl_loss,
+        "with --use-kl-loss",
+    ),
+    Applies(
+        ("kl_loss_type", "ref_load", "ref_update_interval"),
+        needs_reference,
+        "with a reference model: --use-kl-loss or --kl-coef",
+    ),
+    Applies(
+        ("tis_clip", "tis_clip_low", "custom_tis_function_path"),
+        lambda c: c.algorithm.use_tis,
+        "with --use-tis",
+    ),
+    Applies(("opsm_delta",), lambda c: c.algorithm.use_opsm, "with --use-opsm"),
+    Applies(
+        ("custom_loss_function_path",),
+        lambda c: c.algorithm.loss_type == "custom_loss",
+        "with --loss-type custom_loss",
+    ),
+    # Optimizer.
+    Applies(
+        ("min_lr",),
+        lambda c: c.optimizer.lr_decay_style != "constant",
+        "with a --lr-decay-style that decays",
+    ),
+    Applies(
+        ("lr_decay_iters",),
+        lambda c: (
+            c.optimizer.lr_decay_style != "constant" or c.optimizer.lr_warmup_fraction is not None
+        ),
+        "with a --lr-decay-style that decays, or with --lr-warmup-fraction",
+    ),
+    Applies(
+        ("lr_warmup_init",),
+        lambda c: c.optimizer.lr_warmup_iters > 0 or c.optimizer.lr_warmup_fraction is not None,
+        "with --lr-warmup-iters or --lr-warmup-fraction",
+    ),
+    Applies(
+        ("lr_wsd_decay_iters", "lr_wsd_decay_style"),
+        lambda c: c.optimizer.lr_decay_style == "WSD",
+        "with --lr-decay-style WSD",
+    ),
+    # Evaluation.
+    Applies(
+        (
+            "eval_interval",
+            "skip_eval_before_train",
+            "n_samples_per_eval_prompt",
+            "eval_temperature",
+            "eval_top_p",
+            "eval_top_k",
+            "eval_max_response_len",
+            "eval_input_key",
+            "eval_label_key",
+            "eval_reward_key",
+            "log_passrate",
+            "custom_eval_rollout_log_function_path",
+        ),
+        evaluates,
+        "with --eval-prompt-data (or --eval-function-path)",
+    ),
+    # Checkpoints, memory, weights, logging.
+    Applies(
+        (
+            "save_interval",
+            "save_keep",
+            "save_trigger_sentinel",
+            "save_hf",
+            "async_save",
+            "no_save_optim",
+        ),
+        lambda c: c.checkpoint.save is not None,
+        "with --save",
+    ),
+    Applies(
+        ("update_weight_transfer_mode",),
+        lambda c: not c.cluster.colocate,
+        "without --colocate, where weights pass through shared memory",
+    ),
+    Applies(
+        (
+            "wandb_mode",
+            "wandb_dir",
+            "wandb_team",
+            "wandb_project",
+            "wandb_group",
+            "wandb_run_id",
+        ),
+        lambda c: c.observability.use_wandb,
+        "with --use-wandb",
+    ),
+    # What only one kind of training has.
+    Applies(
+        (
+            "advantage_estimator",
+            "normalize_advantages",
+            "grpo_std_normalization",
+            "rewards_normalization",
+            "gamma",
+            "eps_clip",
+            "eps_clip_high",
+            "eps_clip_c",
+            "entropy_coef",
+            "kl_coef",
+            "use_kl_loss",
+            "use_rollout_logprobs",
+            "use_tis",
+            "use_opsm",
+            "over_sampling_batch_size",
+            "partial_rollout",
+            "dynamic_sampling_filter_path",
+            "custom_reward_post_process_path",
+        ),
+        lambda c: not is_supervised(c),
+        "to training on rewards; --loss-type is sft_loss",
+    ),
+    Applies(
+        (
+            "rollout_num_gpus",
+            "rollout_num_gpus_per_engine",
+            "rollout_engine",
+            "rollout_temperature",
+            "rollout_top_p",
+            "rollout_top_k",
+            "rollout_max_response_len",
+            "rollout_skip_special_tokens",
+            "rollout_stop",
+            "rollout_stop_token_ids",
+            "custom_generate_function_path",
+            "sglang_server_concurrency",
+            "sglang_context_length",
+            "sglang_max_running_requests",
+            "sglang_log_level",
+            "rollout_health_check_interval",
+            "rollout_request_timeout_s",
+            "rm_type",
+            "custom_rm_path",
+            "reward_key",
+            "update_weight_buffer_size",
+            "update_weight_timeout_s",
+            "check_weight_update_equal",
+        ),
+        lambda c: needs_engines(c) or not is_supervised(c),
+        "where there are engines: not to --loss-type sft_loss without evaluation",
+    ),
+)
+"""Debugging from recorded rollouts (--load-debug-rollout-data) is no condition: it is meant to be
+added to the command line of the run that is looked into."""
+
+
+def flags_given_have_an_effect(config: MilesConfig, given: Given) -> list[Problem]:
+    """No flag is given that would be ignored."""
+    return [
+        problem(config, dest, remedy=f"applies only {rule.to}; change that or leave this out")
+        for rule in APPLIES
+        if not rule.condition(config)
+        for dest in rule.dests
+        if dest in given
+    ]
+
+
+def offload_needs_colocation(config: MilesConfig, given: Given) -> list[Problem]:
+    """Nobody has to leave a device that is not shared."""
+    if config.cluster.colocate:
+        return []
+    asked = (
+        ("offload_train", config.offload.offload_train),
+        ("offload_rollout", config.offload.offload_rollout),
+    )
+    remedy = "applies only with --colocate: without it, trainer and engines share no device"
+    return [problem(config, dest, remedy=remedy) for dest, value in asked if value]
+
+
+def _has_own_generate(config: MilesConfig) -> bool:
+    return config.hooks.custom_generate_function_path is not None
+
+
+def _aborts_surplus(config: MilesConfig) -> bool:
+    size, batch = config.rollout.over_sampling_batch_size, config.data.rollout_batch_size
+    over_samples = size is not None and batch is not None and size > batch
+    hooks = config.hooks
+    return (
+        over_samples
+        or hooks.dynamic_sampling_filter_path is not None
+        or hooks.rollout_function_path is not None
+    )
+
+
+APPLIES_CHECKS: tuple[Check, ...] = (flags_given_have_an_effect, offload_needs_colocation)

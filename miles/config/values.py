@@ -1,0 +1,106 @@
+"""Text to typed values: what a flag's type accepts, and what to say when it does not."""
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+
+ITEM_SEPARATOR = "\0"
+"""Joins the items of a YAML list in one argument; a real argument cannot contain it."""
+
+
+@dataclass(frozen=True)
+class Invalid:
+    """Stands in a namespace for a value that could not be read, so that parsing goes on."""
+
+    value: object
+    remedy: str
+
+
+def base_type(annotation: Any) -> Any:
+    """``T`` of ``T | None``, else the annotation itself."""
+    if get_origin(annotation) in (Union, UnionType):
+        return next(part for part in get_args(annotation) if part is not NoneType)
+    return annotation
+
+
+def literal_choices(annotation: Any) -> tuple[str, ...]:
+    """The values of a ``Literal`` (also of one that may be ``None``); empty for other types."""
+    base = base_type(annotation)
+    return get_args(base) if get_origin(base) is Literal else ()
+
+
+def is_tuple(annotation: Any) -> bool:
+    return get_origin(annotation) is tuple
+
+
+def is_switch(annotation: Any) -> bool:
+    return base_type(annotation) is bool
+
+
+def convert(annotation: Any, text: str) -> Any:
+    """The value of ``text`` as the annotated type, or ``Invalid``."""
+    choices = literal_choices(annotation)
+    if choices:
+        return text if text in choices else Invalid(text, _choose_from(text, choices))
+    base = base_type(annotation)
+    return _CONVERTERS[get_origin(base) or base](text)
+
+
+def convert_items(annotation: Any, texts: Sequence[str]) -> Any:
+    """The values of a ``tuple[T, ...]``, or ``Invalid`` for the first bad one."""
+    item_type = get_args(annotation)[0]
+    items = [convert(item_type, item) for text in texts for item in text.split(ITEM_SEPARATOR)]
+    return next((item for item in items if isinstance(item, Invalid)), tuple(items))
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """``"did you mean X?"`` with the nearest known words, or an empty string."""
+    close = difflib.get_close_matches(word, known, n=2, cutoff=0.6)
+    return f"did you mean {' or '.join(close)}?" if close else ""
+
+
+def _choose_from(text: str, choices: Sequence[str]) -> str:
+    return f"choose from {', '.join(choices)}. {did_you_mean(text, choices)}".rstrip(" .")
+
+
+def _to_text(text: str) -> str | Invalid:
+    return text if text else Invalid(text, "must not be empty; leave the flag out instead")
+
+
+def _to_int(text: str) -> int | Invalid:
+    if re.fullmatch(r"[+-]?\d+", text) is None:
+        return Invalid(text, "must be a whole number")
+    return int(text)
+
+
+def _to_float(text: str) -> float | Invalid:
+    try:
+        value = float(text)
+    except ValueError:
+        return Invalid(text, "must be a number")
+    return value if math.isfinite(value) else Invalid(text, "must be a finite number")
+
+
+def _to_object(text: str) -> dict[str, Any] | Invalid:
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except ValueError as error:
+        return Invalid(text, f"must be a JSON object in quotes such as '{{\"key\": 1}}' ({error})")
+    return value if isinstance(value, dict) else Invalid(text, "must be a JSON object ({...})")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number in JSON")
+
+
+_CONVERTERS: dict[Any, Callable[[str], Any]] = {
+    str: _to_text,
+    int: _to_int,
+    float: _to_float,
+    dict: _to_object,
+}

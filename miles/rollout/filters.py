@@ -1,0 +1,23 @@
+"""Filters for ``--dynamic-sampling-filter-path``: which finished groups are worth training on."""
+
+from miles.config.root import MilesConfig
+from miles.contracts.hooks import FilterDecision
+from miles.contracts.types import Group, Status
+from miles.rollout.batch import is_zero_variance, raw_reward
+
+
+def check_reward_nonzero_std(group: Group, config: MilesConfig) -> FilterDecision:
+    """Keep a group whose rewards differ: one of equal rewards has no advantage to learn from.
+
+    A group of a single sample is kept; its spread says nothing.
+    """
+    rewards = [raw_reward(sample, config) for sample in group]
+    if is_zero_variance(rewards):
+        return FilterDecision(False, f"zero_std_{rewards[0]:.1f}")
+    return FilterDecision(True)
+
+
+def check_no_aborted(group: Group, config: MilesConfig) -> FilterDecision:
+    """Keep a group in which no sample was stopped from outside."""
+    aborted = any(sample.status is Status.ABORTED for sample in group)
+    return FilterDecision(not aborted, "aborted")

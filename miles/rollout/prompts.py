@@ -1,0 +1,204 @@
+"""Prompt data to ``Prompt`` values, and the endless, shuffled, resumable stream of them."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import xxhash
+
+from miles.config.errors import ConfigError, Problem
+from miles.config.root import MilesConfig
+from miles.contracts.hooks import DataSource, load_hook
+from miles.contracts.types import Prompt
+from miles.core import logging, plugins
+from miles.rollout.chat_template import ChatTemplate
+from miles.rollout.row_parser import RowParser
+from miles.rollout.rows import BadRow, check_spec, read_rows, refuse_bad_rows
+
+log = logging.get(__name__)
+
+
+def check(config: MilesConfig) -> list[Problem]:
+    """What is wrong with the data flags, without reading a row."""
+    problems = list[Problem]()
+    spec = config.data.prompt_data
+    if spec is not None:
+        problems += check_spec("--prompt-data", spec)
+    elif (
+        config.hooks.data_source_path is None
+        and config.observability.load_debug_rollout_data is None
+    ):
+        problems.append(Problem("--prompt-data", None, "give the prompts (or --data-source-path)"))
+    pairs = config.evaluation.eval_prompt_data
+    names = pairs[::2]
+    if len(pairs) % 2 or len(set(names)) < len(names):
+        remedy = "give pairs of a name of its own and its data: name file [name file ...]"
+        return [*problems, Problem("--eval-prompt-data", pairs, remedy)]
+    for eval_spec in pairs[1::2]:
+        problems += check_spec("--eval-prompt-data", eval_spec)
+    return problems
+
+
+def make_source(config: MilesConfig, tokenizer: Any) -> DataSource:
+    """The prompt stream of the job: ``--data-source-path``, or the rows of ``--prompt-data``."""
+    custom = load_hook("data_source_path", config.hooks.data_source_path)
+    return custom(config, tokenizer) if custom is not None else PromptSource(config, tokenizer)
+
+
+def eval_sources(config: MilesConfig, tokenizer: Any) -> dict[str, list[Prompt]]:
+    """The prompts of each evaluation set; ``group_id`` is the position in the set."""
+    pairs = config.evaluation.eval_prompt_data
+    data = replace(
+        config.data,
+        input_key=config.evaluation.eval_input_key or config.data.input_key,
+        label_key=config.evaluation.eval_label_key or config.data.label_key,
+    )
+    # Evaluation generates and scores, also when the loss is supervised.
+    algorithm = replace(config.algorithm, loss_type="policy_loss")
+    evaluation_config = replace(config, data=data, algorithm=algorithm)
+    return {
+        name: load_prompts("--eval-prompt-data", spec, evaluation_config, tokenizer)
+        for name, spec in zip(pairs[::2], pairs[1::2], strict=True)
+    }
+
+
+class PromptSource:
+    """The prompts of ``--prompt-data``, epoch after epoch; see ``contracts.hooks.DataSource``.
+
+    Each epoch is the data in order, or under ``--rollout-shuffle`` its permutation by
+    ``random.Random(seed + epoch)``; the stream is thus a function of the data, the seed and the
+    position, and the position is the state. ``next`` goes on into the following epoch where one
+    ends, also several times.
+    """
+
+    def __init__(self, config: MilesConfig, tokenizer: Any) -> None:
+        spec = config.data.prompt_data
+        if spec is None:
+            raise ConfigError([Problem("--prompt-data", None, "give the prompts")])
+        self._prompts = load_prompts("--prompt-data", spec, config, tokenizer)
+        self._seed = config.data.rollout_seed if config.data.rollout_shuffle else None
+        self._position = 0
+        self._order_epoch = -1
+        self._order: Sequence[int] = ()
+        digest = xxhash.xxh3_128()
+        for prompt in self._prompts:
+            digest.update(f"{len(prompt.text)}:{prompt.text}{prompt.label}".encode())
+        self._identity = {
+            "num_prompts": len(self._prompts),
+            "fingerprint": digest.hexdigest(),
+            "shuffle_seed": self._seed,
+        }
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def next(self, num_prompts: int) -> list[Prompt]:
+        prompts = [self._at(self._position + i) for i in range(num_prompts)]
+        self._position += num_prompts
+        return prompts
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self._position, **self._identity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ``ConfigError`` when the state is of other data, another seed or shuffling."""
+        for key, flag in (
+            ("num_prompts", "--prompt-data"),
+            ("fingerprint", "--prompt-data"),
+            ("shuffle_seed", "--rollout-seed, --rollout-shuffle"),
+        ):
+            if state[key] != self._identity[key]:
+                remedy = (
+                    f"the checkpoint is of another stream of prompts ({key} {state[key]}): resume "
+                    "with the same data and flags, or start a new run without --load"
+                )
+                raise ConfigError([Problem(flag, self._identity[key], remedy)])
+        self._position = state["position"]
+
+    def _at(self, position: int) -> Prompt:
+        epoch, offset = divmod(position, len(self._prompts))
+        if epoch != self._order_epoch:
+            order = list(range(len(self._prompts)))
+            if self._seed is not None:
+                random.Random(self._seed + epoch).shuffle(order)
+            self._order_epoch, self._order = epoch, order
+        return replace(self._prompts[self._order[offset]], group_id=position)
+
+
+def load_prompts(flag: str, spec: str, config: MilesConfig, tokenizer: Any) -> list[Prompt]:
+    """Read, render and encode prompt data; ``group_id`` is the position among the prompts kept.
+
+    Rendered text is encoded as it is; raw text as the tokenizer does by default (with a
+    beginning-of-text token where it adds one). Raises ``ConfigError`` listing every bad row, or
+    when no prompt is left.
+    """
+    rows, keys = read_rows(flag, spec, config.data)
+    parser = RowParser(
+        keys=keys,
+        template=ChatTemplate(tokenizer=tokenizer, kwargs=config.data.apply_chat_template_kwargs),
+        apply_chat_template=config.data.apply_chat_template,
+        supervised=config.algorithm.loss_type == "sft_loss",
+        tools=load_tool_specs(config),
+    )
+    parsed = [parser.parse(row) for row in rows]
+    refuse_bad_rows(flag, spec, [row for row in parsed if isinstance(row, BadRow)])
+    prompts = _encode([p for p in parsed if isinstance(p, Prompt)], tokenizer)
+    empty = [
+        BadRow(row.where, "the prompt has no token; remove the row")
+        for row, prompt in zip(rows, prompts, strict=True)
+        if not prompt.tokens
+    ]
+    refuse_bad_rows(flag, spec, empty)
+    return _leave_out_long(flag, spec, prompts, config)
+
+
+def load_tool_specs(config: MilesConfig) -> tuple[dict[str, Any], ...] | None:
+    """The schemas of ``--generate-tool-specs-path``: the tools of rows that name none."""
+    path = config.hooks.generate_tool_specs_path
+    if path is None:
+        return None
+    specs = plugins.load_attribute(path)
+    if not isinstance(specs, list | tuple) or not all(isinstance(s, dict) for s in specs):
+        remedy = "it must name a list of tool schemas (JSON objects)"
+        raise ConfigError([Problem("--generate-tool-specs-path", path, remedy)])
+    return tuple(specs)
+
+
+def _encode(prompts: Sequence[Prompt], tokenizer: Any) -> list[Prompt]:
+    """Fill in the tokens; all texts of a kind in one call, which is many times faster."""
+    tokens: dict[int, list[int]] = {}
+    for rendered in (True, False):
+        chosen = [i for i, p in enumerate(prompts) if (p.messages is not None) is rendered]
+        if chosen:
+            texts = [prompts[i].text for i in chosen]
+            ids = tokenizer(texts, add_special_tokens=not rendered)["input_ids"]
+            tokens.update(zip(chosen, ids, strict=True))
+    return [replace(p, tokens=tuple(tokens[i])) for i, p in enumerate(prompts)]
+
+
+def _leave_out_long(
+    flag: str, spec: str, prompts: Sequence[Prompt], config: MilesConfig
+) -> list[Prompt]:
+    """Drop prompts that are too long or leave no room for a response; number the others."""
+    limits = dict[str, int]()
+    if config.rollout.rollout_max_prompt_len is not None:
+        limits["--rollout-max-prompt-len"] = config.rollout.rollout_max_prompt_len
+    if config.rollout.rollout_max_context_len is not None:
+        limits["--rollout-max-context-len"] = config.rollout.rollout_max_context_len - 1
+    limit_flag = min(limits, key=lambda name: limits[name], default=None)
+    if limit_flag is None:
+        return [replace(p, group_id=i) for i, p in enumerate(prompts)]
+    limit = limits[limit_flag]
+    kept = [p for p in prompts if len(p.tokens) <= limit]
+    if not kept:
+        shortest = min(len(p.tokens) for p in prompts)
+        remedy = f"every prompt of {flag} {spec} is longer; the shortest has {shortest} tokens"
+        raise ConfigError([Problem(limit_flag, limit, remedy)])
+    if len(kept) < len(prompts):
+        left_out = len(prompts) - len(kept)
+        log.warning(
+            "%s %s: %d of %d prompts are longer than %d tokens (%s) and left out",
+            *(flag, spec, left_out, len(prompts), limit, limit_flag),
+        )
+    return [replace(p, group_id=i) for i, p in enumerate(kept)]

@@ -1,0 +1,143 @@
+"""One row of prompt data to one ``Prompt``: types, chat template, label, metadata, tools."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from miles.contracts.types import Message, Prompt
+from miles.rollout.chat_template import ChatTemplate, ChatTemplateError
+from miles.rollout.rows import BadRow, Row, RowKeys
+
+
+class _RowError(ValueError):
+    """What is wrong with a row, and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowParser:
+    """How the rows of one data set become prompts."""
+
+    keys: RowKeys
+    template: ChatTemplate
+    apply_chat_template: bool
+    supervised: bool
+    """The row itself holds what is trained: assistant turns, or a label."""
+    tools: tuple[dict[str, Any], ...] | None
+    """Of rows that have none."""
+
+    def parse(self, row: Row | BadRow) -> Prompt | BadRow:
+        """A prompt without tokens and number yet, or why it cannot be one."""
+        if isinstance(row, BadRow):
+            return row
+        try:
+            return self._parse(row.values)
+        except (_RowError, ChatTemplateError) as error:
+            return BadRow(row.where, str(error))
+
+    def _parse(self, values: Mapping[str, Any]) -> Prompt:
+        label = self._label(values)
+        tools = _tools(values.get(self.keys.tools), self.keys.tools) or self.tools
+        text, messages = self._input(values)
+        if messages is not None:
+            text = self._render(messages, tools)
+        if not text:
+            raise _RowError(f"{self.keys.input!r} is empty; remove the row")
+        has_turn = any(m["role"] == "assistant" for m in messages or ())
+        if self.supervised and label is None and not has_turn:
+            raise _RowError(
+                "nothing to train on; give an assistant message or a label (--label-key)"
+            )
+        return Prompt(
+            group_id=0,
+            text=text,
+            tokens=(),
+            messages=messages,
+            tools=tools,
+            label=label,
+            metadata=_metadata(values.get(self.keys.metadata), self.keys.metadata),
+        )
+
+    def _input(self, values: Mapping[str, Any]) -> tuple[str, tuple[Message, ...] | None]:
+        key = self.keys.input
+        if key not in values:
+            raise _RowError(f"no key {key!r} (--input-key); it has {', '.join(sorted(values))}")
+        value = values[key]
+        if isinstance(value, str):
+            if self.apply_chat_template:
+                return "", ({"role": "user", "content": value},)
+            return value, None
+        if isinstance(value, list):
+            messages = tuple(_message(m, key) for m in value)
+            if not messages:
+                raise _RowError(f"{key!r} is an empty list; give at least one message")
+            if not self.apply_chat_template and not self.supervised:
+                raise _RowError(f"{key!r} is a message list; add --apply-chat-template")
+            return "", messages
+        raise _RowError(f"{key!r} is {type(value).__name__}; give text or a list of messages")
+
+    def _render(
+        self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] | None
+    ) -> str:
+        prompt = messages
+        if self.supervised:
+            roles = [m["role"] for m in messages]
+            prompt = messages[: roles.index("assistant")] if "assistant" in roles else messages
+        return self.template.render(prompt, tools, generation_prompt=True)
+
+    def _label(self, values: Mapping[str, Any]) -> str | None:
+        key = self.keys.label
+        if key is None:
+            return None
+        if key not in values:
+            raise _RowError(f"no key {key!r} (--label-key); it has {', '.join(sorted(values))}")
+        value = _plain(values[key], key)
+        return value if value is None or isinstance(value, str) else json.dumps(value)
+
+
+def _message(value: Any, key: str) -> Message:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise _RowError(f"{key!r} has a message that is not an object with a role")
+    if not isinstance(value.get("content"), str | list | None):
+        raise _RowError(f"{key!r} has a message whose content is {type(value['content']).__name__}")
+    # Parquet gives every message of a column the same keys, with null where one has nothing.
+    message: Message = {k: v for k, v in value.items() if v is not None}
+    message.setdefault("content", "")
+    return message
+
+
+def _tools(value: Any, key: str) -> tuple[dict[str, Any], ...] | None:
+    if isinstance(value, str):
+        value = _decode(value, key)
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise _RowError(f"{key!r} must be a list of tool schemas, or that as JSON text")
+    return tuple(_plain(value, key)) or None
+
+
+def _metadata(value: Any, key: str) -> dict[str, Any]:
+    if isinstance(value, str):
+        value = _decode(value, key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise _RowError(f"{key!r} is {type(value).__name__}; give an object")
+    return _plain(value, key)
+
+
+def _decode(text: str, key: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise _RowError(f"{key!r} is text that is not JSON ({error})") from error
+
+
+def _plain(value: Any, key: str) -> Any:
+    """As plain values, so that a checkpoint can hold it exactly."""
+    try:
+        return msgspec.to_builtins(value)
+    except (TypeError, ValueError) as error:
+        raise _RowError(f"{key!r} holds a value that is not plain ({error})") from error

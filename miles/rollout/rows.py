@@ -1,0 +1,202 @@
+"""Rows of prompt data: ``.jsonl`` or ``.parquet`` files, or a reasoning-gym family, and slices.
+
+A file that has any row which is not a JSON object is refused with the list of those rows: a row
+that is left out in silence is training data that nobody misses.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from miles.config.data import DataConfig
+from miles.config.errors import ConfigError, Problem
+from miles.core import logging
+
+log = logging.get(__name__)
+
+GYM_PREFIX = "reasoning_gym:"
+MAX_LISTED = 20
+"""Bad rows that an error spells out; of the others it says how many there are."""
+
+
+@dataclass(frozen=True)
+class RowKeys:
+    """Which key of a row holds what; ``label`` is ``None`` when rows have none."""
+
+    input: str
+    label: str | None
+    metadata: str
+    tools: str
+
+
+GYM_KEYS = RowKeys("question", "answer", "metadata", "tools")
+
+_BOM = b"\xef\xbb\xbf"
+_SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row and where it is from, such as ``line 3`` (counted from 1)."""
+
+    where: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class BadRow:
+    where: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """A value of ``--prompt-data`` taken apart."""
+
+    path: str
+    rows: slice
+    family: str | None
+    """The reasoning-gym family; ``None`` for a file."""
+
+
+def parse_spec(spec: str) -> DataSpec:
+    """Take ``path@[a:b]`` apart. Raises ``ValueError`` for a slice that is not one."""
+    path, rows = spec, slice(None)
+    match = _SLICE.match(spec)
+    if match:
+        start, stop = match["start"], match["stop"]
+        if "-" in (start, stop):
+            raise ValueError(f"{spec!r}: a slice is file@[a:b] with whole numbers, each optional")
+        rows = slice(int(start) if start else None, int(stop) if stop else None)
+        path = match["path"]
+    elif "@[" in spec:
+        raise ValueError(f"{spec!r}: a slice is file@[a:b] with whole numbers, each optional")
+    family = path.removeprefix(GYM_PREFIX) if path.startswith(GYM_PREFIX) else None
+    return DataSpec(path, rows, family)
+
+
+def check_spec(flag: str, spec: str) -> list[Problem]:
+    """What can be said of prompt data without reading it."""
+    try:
+        parsed = parse_spec(spec)
+    except ValueError as error:
+        return [Problem(flag, spec, str(error))]
+    if parsed.family is not None:
+        from reasoning_gym.factory import DATASETS
+
+        if parsed.family not in DATASETS:
+            remedy = f"reasoning-gym has no such family; it has {', '.join(sorted(DATASETS))}"
+            return [Problem(flag, spec, remedy)]
+        return []
+    path = Path(parsed.path)
+    if path.suffix not in READERS:
+        return [Problem(flag, spec, f"give a file that ends in {' or '.join(READERS)}")]
+    if not path.is_file():
+        return [Problem(flag, spec, "there is no such file")]
+    return []
+
+
+def read_rows(flag: str, spec: str, data: DataConfig) -> tuple[list[Row | BadRow], RowKeys]:
+    """The rows that the slice keeps, and the keys of their values.
+
+    Raises ``ConfigError`` when there is none.
+    """
+    problems = check_spec(flag, spec)
+    if problems:
+        raise ConfigError(problems)
+    parsed = parse_spec(spec)
+    if parsed.family is not None:
+        rows, keys = _gym_rows(parsed.family, data), GYM_KEYS
+    else:
+        path = Path(parsed.path)
+        rows = READERS[path.suffix](path)
+        keys = RowKeys(data.input_key, data.label_key, data.metadata_key, data.tool_key)
+    kept = rows[parsed.rows]
+    if not kept:
+        raise ConfigError([Problem(flag, spec, f"no row left; there are {len(rows)}")])
+    return kept, keys
+
+
+def refuse_bad_rows(flag: str, spec: str, bad: Sequence[BadRow]) -> None:
+    """Raise ``ConfigError`` that lists the rows, if there are any."""
+    if not bad:
+        return
+    lines = [f"{row.where}: {row.remedy}" for row in bad[:MAX_LISTED]]
+    if len(bad) > MAX_LISTED:
+        lines.append(f"and {len(bad) - MAX_LISTED} more")
+    head = f"{len(bad)} row{'s' if len(bad) > 1 else ''} cannot be used:"
+    raise ConfigError([Problem(flag, spec, "\n    ".join([head, *lines]))])
+
+
+def _read_jsonl(path: Path) -> list[Row | BadRow]:
+    content = path.read_bytes()
+    if content.startswith(_BOM):
+        log.info("%s: the byte order mark in front of line 1 is not part of the data", path)
+        content = content[len(_BOM) :]
+    lines = content.split(b"\n")
+    if lines[-1] == b"":
+        lines.pop()
+    return [_parse_line(f"line {number}", line) for number, line in enumerate(lines, 1)]
+
+
+def _parse_line(where: str, line: bytes) -> Row | BadRow:
+    if not line.strip():
+        return BadRow(where, "blank; remove the line")
+    if line.startswith(_BOM):
+        return BadRow(where, "a byte order mark inside the file; remove it")
+    try:
+        values = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return BadRow(where, f"not JSON ({error}); write one object a line")
+    if not isinstance(values, dict):
+        return BadRow(where, f"{type(values).__name__} instead of an object; write {{...}}")
+    return Row(where, values)
+
+
+def _read_parquet(path: Path) -> list[Row | BadRow]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except pyarrow.ArrowException as error:
+        return [BadRow("the file", f"not a readable parquet file ({error})")]
+    return [Row(f"row {number}", values) for number, values in enumerate(table.to_pylist(), 1)]
+
+
+READERS: dict[str, Callable[[Path], list[Row | BadRow]]] = {
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+}
+
+
+def _gym_rows(family: str, data: DataConfig) -> list[Row | BadRow]:
+    """A family's problems. Without a seed in ``--prompt-data-kwargs`` it is the rollout's.
+
+    The metadata says how to make the problem again, which is what its grader needs.
+    """
+    import reasoning_gym
+
+    settings = {"seed": data.rollout_seed, **data.prompt_data_kwargs}
+    try:
+        dataset = reasoning_gym.create_dataset(family, **settings)
+    except (TypeError, ValueError, AssertionError) as error:
+        remedy = f"reasoning-gym's {family} refuses these arguments: {error}"
+        raise ConfigError(
+            [Problem("--prompt-data-kwargs", data.prompt_data_kwargs, remedy)]
+        ) from error
+    rows: list[Row | BadRow] = []
+    for index in range(len(dataset)):
+        entry = dataset[index]
+        recipe = {"family": family, "kwargs": settings, "index": index}
+        values = {
+            "question": entry["question"],
+            "answer": entry["answer"],
+            "metadata": {"reasoning_gym": recipe},
+        }
+        rows.append(Row(f"problem {index}", values))
+    return rows

@@ -1,0 +1,176 @@
+"""Composition root of the command line: flags, derivations, and the checks of every layer.
+
+``python -m miles.utils.arguments`` prints ``docs/configuration.md``.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from miles.backends.fsdp_utils import arguments as fsdp_arguments
+from miles.backends.training_utils.checkpoints import check_load
+from miles.config import rules
+from miles.config.command_line import CommandLine, Foreign, read_command_line, unknown_flag
+from miles.config.errors import ConfigError, Problem
+from miles.config.flags import add_arguments, flag_specs
+from miles.config.megatron_flags import MEGATRON_FLAGS
+from miles.config.reference import configuration_page
+from miles.config.root import MilesConfig
+from miles.config.rules.problems import problem
+from miles.contracts.hook_check import check_hooks
+from miles.core import hf, logging
+from miles.rollout import debug_data, prompts
+from miles.rollout.rewards import table as rewards
+
+Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+
+log = logging.get(__name__)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> MilesConfig:
+    """The frozen config of a command line (default: this process's).
+
+    Prints every problem and exits with code 2 when there is any.
+    """
+    try:
+        config, messages = read_config(sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        program = os.path.basename(sys.argv[0])
+        count = len(error.problems)
+        print(f"{program}: {count} problem{'s' if count > 1 else ''}:", file=sys.stderr)
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+    for message in messages:
+        log.warning("%s", message)
+    return config
+
+
+def read_config(argv: Sequence[str]) -> tuple[MilesConfig, list[str]]:
+    """The config, and what was reconciled. Raises ``ConfigError`` with every problem at once."""
+    line = read_command_line(argv)
+    config, messages = rules.resolve(line.config)
+    problems = _without_consequences(check_all(config, line.given, line.foreign), line)
+    if problems:
+        raise ConfigError(problems)
+    return config, messages
+
+
+def check_all(
+    config: MilesConfig, given: frozenset[str], foreign: Sequence[Foreign]
+) -> list[Problem]:
+    """Everything wrong with a resolved config: rules, backend, engine, files, user code."""
+    problems = _check_backend(config, given, foreign)
+    problems += rules.check(config, given)
+    problems += _check_engine(config)
+    for check in OUTSIDE_CHECKS:
+        problems += check(config)
+    return problems
+
+
+def get_miles_extra_args_provider() -> Provider:
+    """A function that adds all our arguments to a parser; Megatron calls it on its own.
+
+    Options that the parser has already keep their declaration and get our default.
+    """
+
+    def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        add_arguments(parser, MilesConfig)
+        return parser
+
+    return provider
+
+
+def _check_backend(
+    config: MilesConfig, given: frozenset[str], foreign: Sequence[Foreign]
+) -> list[Problem]:
+    if config.cluster.train_backend == "fsdp":
+        refusals = [fsdp_arguments.refuse(flag) or unknown_flag(flag) for flag in foreign]
+        return [*fsdp_arguments.check(config, given), *refusals]
+    return _refuse_megatron(config, given, foreign)
+
+
+def _refuse_megatron(
+    config: MilesConfig, given: frozenset[str], foreign: Sequence[Foreign]
+) -> list[Problem]:
+    remedy = (
+        "needs the extra [megatron], which this version does not offer yet; "
+        "use --train-backend fsdp"
+    )
+    unknown = [flag for flag in foreign if flag.name.removeprefix("--") not in MEGATRON_FLAGS]
+    return [
+        problem(config, "train_backend", remedy=remedy),
+        *(_fsdp_only(config, given)),
+        *(unknown_flag(flag) for flag in unknown),
+    ]
+
+
+def _fsdp_only(config: MilesConfig, given: frozenset[str]) -> list[Problem]:
+    dests = [spec.dest for spec in flag_specs(MilesConfig) if spec.group == "fsdp"]
+    shared = {spec.dest for spec in flag_specs(MilesConfig) if spec.shared}
+    remedy = (
+        "the megatron backend does not have it; leave it out, or train with --train-backend fsdp"
+    )
+    return [problem(config, d, remedy=remedy) for d in dests if d in given and d not in shared]
+
+
+def _check_engine(config: MilesConfig) -> list[Problem]:
+    if config.rollout.rollout_engine != "sglang":
+        return []
+    remedy = "this version has no SGLang engine yet; use --rollout-engine embedded"
+    return [problem(config, "rollout_engine", remedy=remedy)]
+
+
+def _without_consequences(problems: Sequence[Problem], line: CommandLine) -> list[Problem]:
+    """Leave out complaints about the default that stands in for a value that cannot be read."""
+    unreadable = {p.flag for p in line.problems}
+    kept = [p for p in problems if not unreadable.intersection(p.flag.split(", "))]
+    return [*line.problems, *kept]
+
+
+def check_models(config: MilesConfig) -> list[Problem]:
+    """The model and the reference are complete Hugging Face directories."""
+    paths = (
+        ("hf_checkpoint", config.rollout.hf_checkpoint),
+        ("ref_load", config.algorithm.ref_load),
+    )
+    problems: list[Problem] = []
+    checked: set[str] = set()
+    for dest, path in paths:
+        if path is None or path in checked:
+            continue
+        checked.add(path)
+        try:
+            hf.check_directory(path)
+        except hf.CheckpointDirError as error:
+            problems.append(problem(config, dest, remedy=str(error)))
+    return problems
+
+
+def check_checkpoint(config: MilesConfig) -> list[Problem]:
+    """What --load names is a checkpoint or the place of a fresh start."""
+    return check_load(config.checkpoint.load)
+
+
+def check_chat_template(config: MilesConfig) -> list[Problem]:
+    """The chat template is there."""
+    path = config.data.chat_template_path
+    if path is None or os.path.isfile(path):
+        return []
+    return [problem(config, "chat_template_path", remedy="there is no such file")]
+
+
+OUTSIDE_CHECKS: tuple[Callable[[MilesConfig], list[Problem]], ...] = (
+    check_models,
+    prompts.check,
+    rewards.check,
+    debug_data.check,
+    check_checkpoint,
+    check_chat_template,
+    check_hooks,
+)
+"""Checks that look at files and at user code, and those of the modules that they serve."""
+
+
+if __name__ == "__main__":
+    print(configuration_page(MilesConfig), end="")

@@ -1,0 +1,37 @@
+"""An engine that the contract tests share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine_process import running_engine
+
+
+def write_sharp_model(path: Path, seed: int) -> Path:
+    """A tiny fp32 model whose greedy text varies and whose weights show in every log-prob: a
+    freshly initialised one repeats a token at nearly uniform probabilities."""
+    from transformers import AutoModelForCausalLM
+
+    from scripts.made_models import make_qwen3
+
+    make_qwen3(path, tied=False, seed=seed)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(4)
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def engine_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory that ``engine_url`` serves."""
+    return write_sharp_model(tmp_path_factory.mktemp("models") / "sharp", seed=0)
+
+
+@pytest.fixture(scope="session")
+def engine_url(engine_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of an embedded engine that serves ``engine_model``."""
+    with running_engine(engine_model, tmp_path_factory.mktemp("engine")) as engine:
+        yield engine.url

@@ -1,0 +1,298 @@
+"""What every engine server answers, whichever it is: SGLang's protocol as Miles uses it."""
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.contract.conftest import write_sharp_model
+from tests.engine_process import Answer, get, post, running_requests, wait_for
+
+PROMPT = [5, 17, 30, 9]
+LONG = 300
+"""Tokens of a request that is still running when a test looks."""
+
+
+@pytest.fixture(scope="module")
+def model(engine_model: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(engine_model).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(engine_model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(engine_model)
+
+
+@pytest.fixture(scope="module")
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(16) as pool:
+        yield pool
+
+
+@pytest.fixture
+def url(engine_url: str) -> Iterator[str]:
+    yield engine_url
+    post(engine_url, "/abort_request", {"abort_all": True})
+    post(engine_url, "/continue_generation")
+
+
+def generate(url: str, ids: list[int] = PROMPT, rid: str | None = None, **params: Any) -> Any:
+    body: dict[str, Any] = {"input_ids": ids, "sampling_params": params, "return_logprob": True}
+    answer = post(url, "/generate", body if rid is None else {**body, "rid": rid})
+    assert answer.status == 200, answer.body
+    return answer.json
+
+
+def greedy(url: str, count: int, **params: Any) -> list[int]:
+    params = {"ignore_eos": True, **params}
+    return generate(url, temperature=0, max_new_tokens=count, **params)["output_ids"]
+
+
+def start_long(
+    url: str, threads: ThreadPoolExecutor, rid: str | None = None, **params: Any
+) -> "Future[Any]":
+    """A greedy request of ``LONG`` tokens that is running when this returns."""
+    params = {"temperature": 0, "max_new_tokens": LONG, "ignore_eos": True, **params}
+    future = threads.submit(generate, url, PROMPT, rid, **params)
+    wait_for(lambda: running_requests(url) or future.done())
+    assert not future.done()
+    return future
+
+
+def reference_log_probs(model: Any, ids: list[int], temperature: float) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0]
+    return torch.log_softmax(logits.float() / temperature, -1)
+
+
+def finish(sample: Any) -> str:
+    return sample["meta_info"]["finish_reason"]["type"]
+
+
+# Generation
+
+
+def test_an_answer_has_the_fields_of_the_protocol(url: str, tokenizer: Any) -> None:
+    answer = generate(url, temperature=1, max_new_tokens=5, ignore_eos=True, rid="mine")
+    meta = answer["meta_info"]
+    assert meta["id"] == "mine"
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (4, 5)
+    assert meta["finish_reason"] == {"type": "length", "length": 5}
+    assert len(answer["output_ids"]) == 5
+    assert [entry[1] for entry in meta["output_token_logprobs"]] == answer["output_ids"]
+    assert all(entry[0] < 0 for entry in meta["output_token_logprobs"])
+    assert "weight_version" in meta
+    assert "cached_tokens" in meta
+    expected = tokenizer.decode(answer["output_ids"], skip_special_tokens=True)
+    assert answer["text"] == expected
+
+
+def test_greedy_tokens_equal_transformers_in_a_batch_of_different_lengths(
+    url: str, threads: ThreadPoolExecutor, model: Any
+) -> None:
+    prompts = [[5, 17, 30, 9, 22, 41][: 1 + i % 6] + [7 + i] for i in range(12)]
+    answers = list(
+        threads.map(
+            lambda ids: generate(url, ids, temperature=0, max_new_tokens=20, ignore_eos=True),
+            prompts,
+        )
+    )
+    for ids, answer in zip(prompts, answers, strict=True):
+        whole = ids + answer["output_ids"]
+        best = reference_log_probs(model, whole, 1.0).argmax(-1).tolist()
+        assert answer["output_ids"] == best[len(ids) - 1 : -1]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_are_those_of_transformers_at_the_temperature(
+    url: str, model: Any, temperature: float
+) -> None:
+    samples = generate(
+        url, temperature=temperature, top_p=0.9, top_k=40, max_new_tokens=24, n=3, ignore_eos=True
+    )
+    for sample in samples:
+        ids = sample["output_ids"]
+        reference = reference_log_probs(model, PROMPT + ids, temperature)
+        expected = reference[len(PROMPT) - 1 : -1].gather(1, torch.tensor(ids)[:, None])[:, 0]
+        found = torch.tensor([entry[0] for entry in sample["meta_info"]["output_token_logprobs"]])
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_n_samples_come_as_a_list_and_differ(url: str) -> None:
+    samples = generate(url, temperature=1, max_new_tokens=12, n=6, ignore_eos=True)
+    assert len(samples) == 6
+    assert len({tuple(sample["output_ids"]) for sample in samples}) == 6
+    assert len({sample["meta_info"]["id"] for sample in samples}) == 6
+
+
+def test_without_return_logprob_none_are_sent(url: str) -> None:
+    answer = post(url, "/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}})
+    assert "output_token_logprobs" not in answer.json["meta_info"]
+
+
+def test_text_can_be_the_prompt(url: str, tokenizer: Any) -> None:
+    params = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+    answer = post(url, "/generate", {"text": "12=", "sampling_params": params})
+    ids = tokenizer("12=")["input_ids"]
+    assert answer.json["output_ids"] == generate(url, ids, **params)["output_ids"]
+
+
+def test_a_stop_token_ends_the_output_and_is_part_of_it(url: str, tokenizer: Any) -> None:
+    free = greedy(url, 30)
+    stop = free[10]
+    end = free.index(stop)
+    assert end > 2
+    answer = generate(url, temperature=0, max_new_tokens=30, stop_token_ids=[stop])
+    assert answer["output_ids"] == free[: end + 1]
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert answer["text"] == tokenizer.decode(free[:end], skip_special_tokens=True)
+
+
+def test_a_stop_string_over_several_tokens_ends_the_output(url: str, tokenizer: Any) -> None:
+    free = greedy(url, 30)
+    text = tokenizer.decode(free, skip_special_tokens=True)
+    stop = text[8:11]
+    assert len(stop) == 3
+    params: dict[str, Any] = {"temperature": 0, "max_new_tokens": 30, "ignore_eos": True}
+    answer = generate(url, stop=["never there", stop], **params)
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert answer["text"] == text[: text.index(stop)]
+    count = len(answer["output_ids"])
+    assert answer["output_ids"] == free[:count]
+    assert stop in tokenizer.decode(free[:count])
+    assert stop not in tokenizer.decode(free[: count - 1])
+    kept = generate(url, stop=stop, no_stop_trim=True, **params)
+    assert kept["text"] == text[: text.index(stop) + 3]
+
+
+# Abort and pause
+
+
+def test_an_aborted_request_returns_what_it_has(url: str, threads: ThreadPoolExecutor) -> None:
+    other = start_long(url, threads, "other")
+    mine = start_long(url, threads, "mine")
+    assert post(url, "/abort_request", {"rid": "mine"}).status == 200
+    sample = mine.result()
+    assert finish(sample) == "abort"
+    assert len(sample["output_ids"]) < LONG
+    assert len(sample["meta_info"]["output_token_logprobs"]) == len(sample["output_ids"])
+    assert finish(other.result()) == "length"
+
+
+def test_abort_all_ends_everything_and_the_engine_goes_on(
+    url: str, threads: ThreadPoolExecutor
+) -> None:
+    futures = [start_long(url, threads) for _ in range(3)]
+    assert post(url, "/abort_request", {"abort_all": True}).status == 200
+    assert [finish(future.result()) for future in futures] == ["abort"] * 3
+    assert len(greedy(url, 3)) == 3
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_paused_request_goes_on_as_if_nothing_had_happened(
+    url: str, threads: ThreadPoolExecutor, model: Any, mode: str
+) -> None:
+    future = start_long(url, threads)
+    assert post(url, "/pause_generation", {"mode": mode}).status == 200
+    queued = threads.submit(greedy, url, 4)
+    with pytest.raises(TimeoutError):
+        future.result(0.5)
+    assert not queued.done()
+    assert post(url, "/continue_generation").status == 200
+    sample = future.result()
+    assert finish(sample) == "length"
+    ids = sample["output_ids"]
+    assert len(ids) == LONG
+    best = reference_log_probs(model, PROMPT + ids, 1.0).argmax(-1).tolist()
+    assert ids == best[len(PROMPT) - 1 : -1]
+    assert queued.result() == ids[:4]
+
+
+def test_pausing_by_abort_ends_requests_and_holds_new_ones(
+    url: str, threads: ThreadPoolExecutor
+) -> None:
+    future = start_long(url, threads)
+    assert post(url, "/pause_generation", {"mode": "abort"}).status == 200
+    assert finish(future.result()) == "abort"
+    queued = threads.submit(greedy, url, 3)
+    with pytest.raises(TimeoutError):
+        queued.result(0.3)
+    post(url, "/continue_generation")
+    assert len(queued.result()) == 3
+
+
+# Weights
+
+
+def test_a_response_reports_the_version_that_finished_it(
+    url: str, threads: ThreadPoolExecutor, engine_model: Path, tmp_path: Path
+) -> None:
+    same = tmp_path / "same"
+    shutil.copytree(engine_model, same)
+    before = get(url, "/model_info").json["weight_version"]
+    future = start_long(url, threads)
+    post(url, "/pause_generation", {"mode": "retract"})
+    update = {"model_path": str(same), "weight_version": "41", "flush_cache": False}
+    answer = post(url, "/update_weights_from_disk", update)
+    assert (answer.status, answer.json["success"]) == (200, True)
+    post(url, "/continue_generation")
+    assert future.result()["meta_info"]["weight_version"] == "41"
+    assert get(url, "/model_info").json["weight_version"] == "41" != before
+
+
+def test_weights_from_disk_change_what_is_generated(
+    url: str, engine_model: Path, tmp_path: Path
+) -> None:
+    other = write_sharp_model(tmp_path / "other", seed=7)
+    theirs = AutoModelForCausalLM.from_pretrained(other)
+    outputs: list[list[int]] = []
+    for path in (other, engine_model):
+        post(url, "/pause_generation", {"mode": "abort"})
+        answer = post(url, "/update_weights_from_disk", {"model_path": str(path)})
+        assert answer.json["success"], answer.body
+        post(url, "/continue_generation")
+        outputs.append(greedy(url, 12))
+    best = reference_log_probs(theirs, PROMPT + outputs[0], 1.0).argmax(-1).tolist()
+    assert outputs[0] == best[len(PROMPT) - 1 : -1]
+    assert outputs[0] != outputs[1]
+
+
+# Information and refusals
+
+
+def test_health_and_information(url: str, engine_model: Path) -> None:
+    assert get(url, "/health").status == 200
+    assert get(url, "/health_generate").status == 200
+    assert get(url, "/server_info").json["model_path"] == str(engine_model)
+    assert get(url, "/get_server_info").status == 200
+    assert get(url, "/model_info").json["model_path"] == str(engine_model)
+    assert get(url, "/v1/models").json["data"][0]["id"] == str(engine_model)
+    assert get(url, "/v1/loads").status == 200
+
+
+def test_the_cache_can_be_flushed_when_nothing_runs(url: str) -> None:
+    assert get(url, "/flush_cache").status == 200
+    assert post(url, "/flush_cache").status == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"input_ids": [], "sampling_params": {}},
+        {"input_ids": [5, 10**6], "sampling_params": {}},
+        {"input_ids": [5] * 5000, "sampling_params": {}},
+        {"input_ids": [5], "sampling_params": {"temperature": -1.0}},
+        {"input_ids": [5], "sampling_params": {"max_new_tokens": -1}},
+    ],
+)
+def test_a_bad_request_is_refused_and_the_engine_goes_on(url: str, body: Any) -> None:
+    answer: Answer = post(url, "/generate", body)
+    assert answer.status == 400, answer.body
+    assert answer.body
+    assert len(greedy(url, 2)) == 2

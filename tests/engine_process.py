@@ -1,0 +1,113 @@
+"""Starts embedded engine servers for tests, and talks to any engine in the plainest way."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+START_TIMEOUT_S = 180.0
+CALL_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass(frozen=True)
+class EngineProcess:
+    """A server in a process of its own."""
+
+    process: "subprocess.Popen[bytes]"
+    folder: Path
+    ready_file: Path
+
+    @property
+    def url(self) -> str:
+        return json.loads(self.ready_file.read_text())["url"]
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log.txt").read_text()
+
+    def wait_ready(self) -> "EngineProcess":
+        wait_for(lambda: self.ready_file.exists() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.log
+        return self
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(20)
+        finally:
+            self.process.kill()
+
+
+def launch(model: Path, folder: Path, *options: str, parent: int | None = None) -> EngineProcess:
+    """Start a server; ``wait_ready`` waits until it has loaded."""
+    folder.mkdir(parents=True, exist_ok=True)
+    engine = [sys.executable, "-m", "miles.backends.embedded.server", "--model-path", str(model)]
+    fixed = ["--ready-file", str(folder / "ready"), "--parent-pid", str(parent or os.getpid())]
+    with (folder / "log.txt").open("wb") as log:
+        process = subprocess.Popen(
+            [*engine, *fixed, *options],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=log,
+        )
+    return EngineProcess(process, folder, folder / "ready")
+
+
+@contextmanager
+def running_engine(model: Path, folder: Path, *options: str) -> Iterator[EngineProcess]:
+    engine = launch(model, folder, *options)
+    try:
+        yield engine.wait_ready()
+    finally:
+        engine.stop()
+
+
+def get(url: str, path: str) -> Answer:
+    return _call(urllib.request.Request(url + path))
+
+
+def post(url: str, path: str, body: Any = None) -> Answer:
+    """``body`` is sent as JSON; bytes as they are."""
+    data = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
+    headers = {"Content-Type": "application/json"}
+    return _call(urllib.request.Request(url + path, data, headers))
+
+
+def _call(request: urllib.request.Request) -> Answer:
+    try:
+        with urllib.request.urlopen(request, timeout=CALL_TIMEOUT_S) as answer:
+            return Answer(answer.status, answer.read())
+    except urllib.error.HTTPError as error:
+        return Answer(error.code, error.read())
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = START_TIMEOUT_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "what was waited for did not happen"
+        time.sleep(0.02)
+
+
+def running_requests(url: str) -> int:
+    return sum(load["num_running_reqs"] for load in get(url, "/v1/loads").json["loads"])

@@ -1,0 +1,186 @@
+"""Arguments and YAML files to one config."""
+
+from pathlib import Path
+
+import pytest
+
+from miles.config.command_line import CommandLine, read_command_line, unknown_flag
+from miles.config.errors import ConfigError
+
+
+def from_file(tmp_path: Path, text: str, *argv: str) -> CommandLine:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return read_command_line(["--config", str(path), *argv])
+
+
+def test_the_command_line_beats_the_file_and_the_file_beats_the_default(tmp_path: Path) -> None:
+    line = from_file(tmp_path, "lr: 1e-5\nmin_lr: 0.5\n", "--lr", "3e-5")
+    assert line.config.optimizer.lr == 3e-5
+    assert line.config.optimizer.min_lr == 0.5
+    assert line.config.optimizer.adam_beta1 == 0.9
+    assert line.given == {"lr", "min_lr"}
+    assert not line.problems
+
+
+def test_the_place_of_config_on_the_command_line_does_not_matter(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("seed: 1\n")
+    assert read_command_line(["--seed", "2", f"--config={path}"]).config.algorithm.seed == 2
+
+
+def test_keys_may_be_kebab_or_snake_and_values_of_every_kind(tmp_path: Path) -> None:
+    line = from_file(
+        tmp_path,
+        """
+rollout-stop: ["---", "User:"]
+rollout_stop_token_ids: [1, -2]
+train_env_vars: {A: "1", B: "x"}
+wandb-run-id: 123
+save: null
+advantage_estimator: gspo
+offload_train: false
+colocate: true
+""",
+    )
+    config = line.config
+    assert config.rollout.rollout_stop == ("---", "User:")
+    assert config.rollout.rollout_stop_token_ids == (1, -2)
+    assert config.cluster.train_env_vars == {"A": "1", "B": "x"}
+    assert config.observability.wandb_run_id == "123"
+    assert config.checkpoint.save is None
+    assert config.algorithm.advantage_estimator == "gspo"
+    assert config.offload.offload_train is False
+    assert config.cluster.colocate is True
+    assert not line.problems
+    assert not line.foreign
+    assert "save" not in line.given
+
+
+@pytest.mark.parametrize(
+    "text", ["rewards_normalization: false", "disable-rewards-normalization: true"]
+)
+def test_a_switch_that_is_on_by_default_can_be_switched_off(tmp_path: Path, text: str) -> None:
+    assert from_file(tmp_path, text).config.algorithm.rewards_normalization is False
+    overruled = from_file(tmp_path, text, "--rewards-normalization")
+    assert overruled.config.algorithm.rewards_normalization is True
+    argv = ["--disable-rewards-normalization", "--no-keep-fp32-master"]
+    config = read_command_line(argv).config
+    assert config.algorithm.rewards_normalization is False
+    assert config.fsdp.keep_fp32_master is False
+
+
+def test_the_command_line_switches_off_what_the_file_switched_on(tmp_path: Path) -> None:
+    assert from_file(tmp_path, "colocate: yes").config.cluster.colocate is True
+    assert from_file(tmp_path, "colocate: yes", "--no-colocate").config.cluster.colocate is False
+
+
+def test_an_unknown_key_names_the_file_and_the_nearest_flag(tmp_path: Path) -> None:
+    line = from_file(tmp_path, "rollout_batch_sise: 3\n")
+    (foreign,) = line.foreign
+    text = str(unknown_flag(foreign))
+    assert text.startswith("--rollout-batch-sise = '3': unknown flag in ")
+    assert "run.yaml; did you mean --rollout-batch-size" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "flag", "says"),
+    [
+        ("lr: fast", "--lr", "must be a number (in "),
+        ("seed: true", "--seed", "not true or false"),
+        ("colocate: 1", "--colocate", "true or false"),
+        ("lr: [1, 2]", "--lr", "one value, not a list"),
+        ("seed: 1\nrollout-seed: 2\nrollout_seed: 3", "--rollout-seed", "the same flag as"),
+        ("offload-train: true\nno-offload-train: true", "--no-offload-train", "the same flag"),
+        ("config: other.yaml", "--config", "has no place in a file"),
+        ("train_env_vars: {when: 2024-01-01}", "--train-env-vars", "not JSON serializable"),
+    ],
+)
+def test_a_bad_value_in_a_file_names_flag_and_file(
+    tmp_path: Path, text: str, flag: str, says: str
+) -> None:
+    (problem,) = from_file(tmp_path, text).problems
+    assert problem.flag == flag
+    assert says in problem.remedy
+    assert "run.yaml" in problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"a: [", "is not YAML"),
+        (b"- a", "must hold a mapping"),
+        (b"\xff\xfe\x00", "cannot be read"),
+    ],
+)
+def test_a_broken_file_is_refused(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=says):
+        read_command_line(["--config", str(path)])
+
+
+def test_a_missing_file_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--config = 'nowhere.yaml': cannot be read"):
+        read_command_line(["--config", "nowhere.yaml"])
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    assert not from_file(tmp_path, "# nothing\n").given
+
+
+def test_all_unknown_flags_come_with_their_words() -> None:
+    line = read_command_line(["--foo", "1", "2", "--lr", "3", "--bar=x", "--baz"])
+    assert [(f.name, f.value) for f in line.foreign] == [
+        ("--foo", "1 2"),
+        ("--bar", "x"),
+        ("--baz", ""),
+    ]
+    assert line.config.optimizer.lr == 3.0
+
+
+def test_a_stray_word_is_not_swallowed() -> None:
+    (foreign,) = read_command_line(["--colocate", "yes"]).foreign
+    assert foreign.name == "yes"
+    assert "belongs to no flag" in unknown_flag(foreign).remedy
+
+
+def test_flags_are_not_abbreviated() -> None:
+    line = read_command_line(["--rollout-batch", "8"])
+    assert line.config.data.rollout_batch_size is None
+    assert "did you mean --rollout-batch-size" in unknown_flag(line.foreign[0]).remedy
+
+
+def test_what_argparse_would_stop_at_becomes_problems() -> None:
+    argv = ["--lr", "--colocate=true", "--min-lr", "--", "--seed", "x", "--rollout-stop"]
+    line = read_command_line(argv)
+    assert [p.flag for p in line.problems] == [
+        "--lr",
+        "--colocate",
+        "--min-lr",
+        "--",
+        "--rollout-stop",
+        "--seed",
+    ]
+
+
+def test_negative_numbers_are_values() -> None:
+    line = read_command_line(["--lr", "-1e-5", "--rollout-top-k", "-1", "--rm-default", "-.5"])
+    assert line.config.optimizer.lr == -1e-5
+    assert line.config.rollout.rollout_top_k == -1
+    assert line.config.reward.rm_default == -0.5
+    assert not line.foreign
+
+
+def test_a_value_that_begins_with_dashes_is_joined_by_an_equals_sign() -> None:
+    assert read_command_line(["--rollout-stop=---"]).config.rollout.rollout_stop == ("---",)
+
+
+def test_the_last_of_a_repeated_flag_wins() -> None:
+    assert read_command_line(["--seed", "1", "--seed", "2"]).config.algorithm.seed == 2
+
+
+def test_no_flag_given_gives_the_defaults() -> None:
+    line = read_command_line([])
+    assert line.config == type(line.config)()
+    assert line.given == frozenset()

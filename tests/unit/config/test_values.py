@@ -1,0 +1,63 @@
+"""Text to typed values."""
+
+from typing import Any, Literal
+
+import pytest
+
+from miles.config.values import Invalid, convert, convert_items, did_you_mean
+
+Word = Literal["grpo", "gspo"]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "text", "value"),
+    [
+        (int, "-1", -1),
+        (int | None, "12", 12),
+        (float, "-1e-5", -1e-5),
+        (float, "3", 3.0),
+        (str, "a b", "a b"),
+        (Word, "gspo", "gspo"),
+        (Word | None, "grpo", "grpo"),
+        (dict[str, Any], '{"a": {"b": 1}}', {"a": {"b": 1}}),
+    ],
+)
+def test_a_text_of_the_right_form_is_converted(annotation: Any, text: str, value: object) -> None:
+    converted = convert(annotation, text)
+    assert converted == value
+    assert type(converted) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "text", "says"),
+    [
+        (int, "1.0", "whole number"),
+        (int, "1e3", "whole number"),
+        (int, "1_000", "whole number"),
+        (int, "", "whole number"),
+        (int, "true", "whole number"),
+        (float, "nan", "finite"),
+        (float, "-inf", "finite"),
+        (float, "1e999", "finite"),
+        (float, "fast", "a number"),
+        (str, "", "empty"),
+        (Word, "grop", "choose from grpo, gspo. did you mean grpo?"),
+        (dict[str, Any], "[1]", "JSON object"),
+        (dict[str, Any], "{a: 1}", "JSON object"),
+        (dict[str, Any], '{"a": NaN}', "NaN"),
+    ],
+)
+def test_any_other_text_is_invalid_with_the_reason(annotation: Any, text: str, says: str) -> None:
+    converted = convert(annotation, text)
+    assert isinstance(converted, Invalid)
+    assert says in converted.remedy
+
+
+def test_items_are_converted_each_and_the_first_bad_one_is_named() -> None:
+    assert convert_items(tuple[int, ...], ["1", "-2"]) == (1, -2)
+    assert convert_items(tuple[int, ...], ["1", "x", "y"]).value == "x"
+
+
+def test_near_words_are_suggested_and_far_ones_are_not() -> None:
+    assert did_you_mean("--colocte", ["--colocate", "--save"]) == "did you mean --colocate?"
+    assert did_you_mean("--zzz", ["--colocate", "--save"]) == ""

@@ -1,0 +1,337 @@
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from miles.config.errors import ConfigError
+from miles.rollout.prompts import PromptSource, check, eval_sources, make_source
+from tests.unit.rollout.scripted import ListSource, made_config
+
+
+def write_rows(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def numbered(tmp_path: Path) -> str:
+    """Ten rows: input n0 .. n9, label 0 .. 9."""
+    return write_rows(tmp_path / "n.jsonl", [{"input": f"n{i}", "y": i} for i in range(10)])
+
+
+def source_of(tokenizer: Any, spec: str, **changes: Any) -> PromptSource:
+    return PromptSource(made_config(prompt_data=spec, **changes), tokenizer)
+
+
+def texts(source: PromptSource, num: int) -> list[str]:
+    return [prompt.text for prompt in source.next(num)]
+
+
+def error_of(tokenizer: Any, spec: str, **changes: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        source_of(tokenizer, spec, **changes)
+    return str(caught.value)
+
+
+def test_a_row_becomes_a_prompt_with_tokens_label_and_metadata(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    row = {"q": "a=", "y": "b", "metadata": {"rm_type": "f1"}, "tools": '[{"name": "t"}]'}
+    spec = write_rows(tmp_path / "d.jsonl", [row])
+    (prompt,) = source_of(tokenizer, spec, input_key="q", label_key="y").next(1)
+    assert prompt.text == "a="
+    assert list(prompt.tokens) == tokenizer.convert_tokens_to_ids(["a", "="])
+    assert prompt.label == "b"
+    assert prompt.metadata == {"rm_type": "f1"}
+    assert prompt.tools == ({"name": "t"},)
+
+
+@pytest.mark.parametrize(
+    ("value", "label"), [("x", "x"), (4, "4"), (1.5, "1.5"), (True, "true"), (None, None)]
+)
+def test_a_label_is_text_or_nothing(
+    tmp_path: Path, tokenizer: Any, value: Any, label: str | None
+) -> None:
+    spec = write_rows(tmp_path / "d.jsonl", [{"input": "a", "y": value}])
+    assert source_of(tokenizer, spec, label_key="y").next(1)[0].label == label
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted"),
+    [
+        ("[2:4]", [2, 3]),
+        ("[:2]", [0, 1]),
+        ("[-2:]", [8, 9]),
+        ("[:-8]", [0, 1]),
+        ("[:]", list(range(10))),
+        ("[8:99]", [8, 9]),
+    ],
+)
+def test_a_slice_takes_the_rows_it_names(
+    numbered: str, tokenizer: Any, rows: str, wanted: list[int]
+) -> None:
+    source = source_of(tokenizer, f"{numbered}@{rows}")
+    assert len(source) == len(wanted)
+    assert texts(source, len(wanted)) == [f"n{i}" for i in wanted]
+
+
+def test_a_slice_without_rows_and_an_empty_file_are_refused(
+    tmp_path: Path, numbered: str, tokenizer: Any
+) -> None:
+    assert "no row left; there are 10" in error_of(tokenizer, f"{numbered}@[20:]")
+    (tmp_path / "empty.jsonl").write_text("")
+    assert "no row left" in error_of(tokenizer, str(tmp_path / "empty.jsonl"))
+
+
+def test_parquet_rows_are_read_like_json_lines(tmp_path: Path, tokenizer: Any) -> None:
+    table = pyarrow.table(
+        {
+            "input": [[{"role": "user", "content": "hi", "name": None}]] * 2,
+            "y": [1, 2],
+            "metadata": [{"k": "a"}, None],
+        }
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet")
+    spec = str(tmp_path / "d.parquet") + "@[1:]"
+    (prompt,) = source_of(tokenizer, spec, label_key="y", apply_chat_template=True).next(1)
+    assert prompt.messages == ({"role": "user", "content": "hi"},)
+    assert prompt.label == "2"
+    assert prompt.metadata == {}
+
+
+def test_every_bad_row_is_named_with_its_line_and_none_is_skipped(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    lines = [
+        b'\xef\xbb\xbf{"input": "fine", "y": "1"}',
+        b"",
+        b'{"input": "cut", ',
+        b'{"question": "no input key", "y": "1"}',
+        b'{"input": 7, "y": "1"}',
+        b'["not an object"]',
+        b'{"input": "no label"}',
+        b'{"input": "bad \xff byte", "y": "1"}',
+        b'\xef\xbb\xbf{"input": "mark inside", "y": "1"}',
+        b'{"input": "", "y": "1"}',
+        b'{"input": "m", "y": "1", "metadata": [1]}',
+        b'{"input": "fine too", "y": "1"}',
+    ]
+    (tmp_path / "d.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    spec = str(tmp_path / "d.jsonl")
+    message = error_of(tokenizer, spec, label_key="y")
+    assert "10 rows cannot be used" in message
+    said = {3: "not JSON", 4: "no key 'input'", 5: "'input' is int", 6: "list instead of an object"}
+    said |= {2: "blank", 7: "no key 'y'", 8: "not JSON", 9: "a byte order mark"}
+    said |= {10: "'input' is empty", 11: "'metadata' is list"}
+    for number, what in said.items():
+        assert f"line {number}: {what}" in message
+    (tmp_path / "d.jsonl").write_bytes(lines[0] + b"\n" + lines[11])
+    assert texts(source_of(tokenizer, spec, label_key="y"), 2) == ["fine", "fine too"]
+
+
+def test_twenty_bad_rows_are_spelled_out_and_the_others_counted(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    (tmp_path / "d.jsonl").write_text("x\n" * 25)
+    message = error_of(tokenizer, str(tmp_path / "d.jsonl"))
+    assert "25 rows" in message
+    assert "line 20:" in message
+    assert "line 21:" not in message
+    assert "and 5 more" in message
+
+
+def test_text_becomes_a_user_message_under_the_chat_template(numbered: str, tokenizer: Any) -> None:
+    (prompt,) = source_of(tokenizer, numbered, apply_chat_template=True).next(1)
+    assert prompt.text == "<|im_start|>user\nn0<|im_end|>\n<|im_start|>assistant\n"
+    assert list(prompt.tokens) == tokenizer.apply_chat_template(
+        [{"role": "user", "content": "n0"}], add_generation_prompt=True, return_dict=False
+    )
+
+
+def test_a_message_list_without_the_chat_template_is_refused_with_the_flag(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    row = {"input": [{"role": "user", "content": "hi"}]}
+    spec = write_rows(tmp_path / "d.jsonl", [row])
+    assert "--apply-chat-template" in error_of(tokenizer, spec)
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = write_rows(tmp_path / "d.jsonl", [{"input": "a" * n} for n in (3, 5, 4, 9)])
+    source = source_of(tokenizer, spec, rollout_max_prompt_len=4)
+    assert texts(source, 2) == ["aaa", "aaaa"]
+    assert "2 of 4 prompts are longer than 4 tokens" in caplog.text
+    assert "the shortest has 3" in error_of(tokenizer, spec, rollout_max_prompt_len=2)
+
+
+def test_a_prompt_that_leaves_no_room_for_a_response_is_left_out(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    spec = write_rows(tmp_path / "d.jsonl", [{"input": "a" * n} for n in (4, 5)])
+    assert len(source_of(tokenizer, spec, rollout_max_context_len=5)) == 1
+
+
+def test_the_stream_goes_through_epochs_and_numbers_its_prompts(
+    numbered: str, tokenizer: Any
+) -> None:
+    source = source_of(tokenizer, numbered)
+    prompts = source.next(25)
+    assert [p.text for p in prompts] == [f"n{i % 10}" for i in range(25)]
+    assert [p.group_id for p in prompts + source.next(2)] == list(range(27))
+
+
+def test_each_epoch_is_the_permutation_of_its_seed(numbered: str, tokenizer: Any) -> None:
+    source = source_of(tokenizer, numbered, rollout_shuffle=True, rollout_seed=5)
+    for epoch in range(3):
+        order = list(range(10))
+        random.Random(5 + epoch).shuffle(order)
+        assert texts(source, 7) + texts(source, 3) == [f"n{i}" for i in order]
+
+
+def test_a_resumed_source_goes_on_where_the_other_stopped(numbered: str, tokenizer: Any) -> None:
+    whole = source_of(tokenizer, numbered, rollout_shuffle=True)
+    stopped = source_of(tokenizer, numbered, rollout_shuffle=True)
+    whole.next(8 * 3)
+    for _ in range(8):
+        stopped.next(3)
+    resumed = source_of(tokenizer, numbered, rollout_shuffle=True)
+    resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+    assert resumed.next(30) == whole.next(30)
+
+
+def test_eight_batches_of_128_from_1000_prompts_end_at_offset_24_of_epoch_two(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    spec = write_rows(tmp_path / "d.jsonl", [{"input": f"{i}"} for i in range(1000)])
+    source = source_of(tokenizer, spec)
+    for _ in range(8):
+        source.next(128)
+    resumed = source_of(tokenizer, spec)
+    resumed.load_state_dict(source.state_dict())
+    assert texts(resumed, 2) == ["24", "25"]
+
+
+def test_a_stop_at_the_end_of_an_epoch_resumes_with_the_next(numbered: str, tokenizer: Any) -> None:
+    source = source_of(tokenizer, numbered, rollout_shuffle=True)
+    first = texts(source, 10)
+    resumed = source_of(tokenizer, numbered, rollout_shuffle=True)
+    resumed.load_state_dict(source.state_dict())
+    second = texts(resumed, 10)
+    assert sorted(first) == sorted(second)
+    assert first != second
+    assert resumed.state_dict()["position"] == 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"prompt_data": "other"}, "--prompt-data"),
+        ({"prompt_data": "shorter"}, "--prompt-data"),
+        ({"rollout_seed": 1}, "--rollout-seed"),
+        ({"rollout_shuffle": False}, "--rollout-shuffle"),
+    ],
+)
+def test_a_state_of_another_stream_is_refused(
+    tmp_path: Path, numbered: str, tokenizer: Any, changes: dict[str, Any], flag: str
+) -> None:
+    others = {
+        "other": write_rows(tmp_path / "o.jsonl", [{"input": f"m{i}"} for i in range(10)]),
+        "shorter": f"{numbered}@[1:]",
+    }
+    changes = {k: others.get(v, v) for k, v in changes.items()}
+    settings = {"prompt_data": numbered, "rollout_shuffle": True, **changes}
+    source = source_of(tokenizer, numbered, rollout_shuffle=True)
+    other = PromptSource(made_config(**settings), tokenizer)
+    with pytest.raises(ConfigError, match=flag):
+        other.load_state_dict(source.state_dict())
+
+
+def test_a_reasoning_gym_family_is_a_source_that_is_the_same_each_time(tokenizer: Any) -> None:
+    settings = {"prompt_data_kwargs": {"size": 6, "min_terms": 2, "max_terms": 2}}
+    spec = "reasoning_gym:chain_sum@[2:5]"
+    prompts = source_of(tokenizer, spec, **settings).next(3)
+    assert prompts == source_of(tokenizer, spec, **settings).next(3)
+    assert [p.metadata["reasoning_gym"]["index"] for p in prompts] == [2, 3, 4]
+    expression = prompts[0].text.removesuffix(" =").split(": ")[-1]
+    assert eval(expression) == int(prompts[0].label or "")
+
+
+def test_wrong_arguments_of_a_family_are_refused(tokenizer: Any) -> None:
+    message = error_of(tokenizer, "reasoning_gym:chain_sum", prompt_data_kwargs={"terms": 2})
+    assert "--prompt-data-kwargs" in message
+
+
+@pytest.mark.parametrize(
+    ("spec", "remedy"),
+    [
+        (None, "give the prompts"),
+        ("missing.jsonl", "no such file"),
+        ("data.csv", ".jsonl or .parquet"),
+        ("data.jsonl@[1]", "slice"),
+        ("data.jsonl@[-:2]", "slice"),
+        ("reasoning_gym:chain_sums", "no such family"),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused_when_flags_are_parsed(
+    spec: str | None, remedy: str
+) -> None:
+    (problem,) = check(made_config(prompt_data=spec))
+    assert problem.flag == "--prompt-data"
+    assert remedy in problem.remedy
+
+
+def test_all_problems_of_the_evaluation_data_are_reported(numbered: str) -> None:
+    pairs = ("a", "missing.jsonl", "b", "x.csv")
+    problems = check(made_config(prompt_data=numbered, eval_prompt_data=pairs))
+    assert [p.value for p in problems] == ["missing.jsonl", "x.csv"]
+    for pairs in (("a",), ("a", numbered, "a", numbered)):
+        (problem,) = check(made_config(prompt_data=numbered, eval_prompt_data=pairs))
+        assert "pairs of a name" in problem.remedy
+
+
+def test_evaluation_sets_have_their_own_keys(tmp_path: Path, tokenizer: Any) -> None:
+    spec = write_rows(tmp_path / "e.jsonl", [{"q": "a", "a": "1"}, {"q": "b", "a": "2"}])
+    config = made_config(eval_prompt_data=("held", spec), eval_input_key="q", eval_label_key="a")
+    sets = eval_sources(config, tokenizer)
+    assert [(p.group_id, p.text, p.label) for p in sets["held"]] == [(0, "a", "1"), (1, "b", "2")]
+
+
+def test_the_data_source_flag_replaces_the_source(tokenizer: Any) -> None:
+    config = made_config(data_source_path="tests.unit.rollout.test_prompts.made_source")
+    source = make_source(config, tokenizer)
+    assert isinstance(source, ListSource)
+
+
+def made_source(config: Any, tokenizer: Any) -> Any:
+    return ListSource(tokenizer)
+
+
+def test_supervised_rows_need_something_to_train_on(tmp_path: Path, tokenizer: Any) -> None:
+    user = {"role": "user", "content": "hi"}
+    rows = [
+        {"input": [user, {"role": "assistant", "content": "ho"}]},
+        {"input": [user]},
+        {"input": "text"},
+    ]
+    spec = write_rows(tmp_path / "d.jsonl", rows)
+    message = error_of(tokenizer, spec, loss_type="sft_loss")
+    assert "line 1" not in message
+    assert "line 2: nothing to train on" in message
+    assert "line 3: nothing to train on" in message
+
+
+def test_importing_the_module_loads_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, miles.rollout.prompts; "
+        "print([m for m in ('torch', 'transformers', 'reasoning_gym') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "[]"

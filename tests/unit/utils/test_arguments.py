@@ -1,0 +1,172 @@
+"""The composition root: one command line, all problems."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from miles.config.errors import ConfigError
+from miles.utils.arguments import get_miles_extra_args_provider, parse_args, read_config
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder that looks like a checkpoint; its contents are not read by the checks."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def valid(tmp_path: Path, model: Path) -> list[str]:
+    prompts = tmp_path / "train.jsonl"
+    prompts.write_text(json.dumps({"input": "1 + 1 =", "label": "2"}) + "\n")
+    return [
+        *("--train-backend", "fsdp", "--actor-num-gpus-per-node", "2", "--fp32"),
+        *("--hf-checkpoint", str(model), "--prompt-data", f"{prompts}@[0:1]"),
+        *("--label-key", "label", "--rm-type", "math"),
+        *("--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "2"),
+        *("--rollout-max-response-len", "8", "--rollout-num-gpus", "1"),
+    ]
+
+
+def flags_of(argv: list[str]) -> set[str]:
+    with pytest.raises(ConfigError) as error:
+        read_config(argv)
+    return {problem.flag for problem in error.value.problems}
+
+
+def test_a_valid_command_line_is_a_frozen_resolved_config(valid: list[str]) -> None:
+    config = parse_args(valid)
+    assert config.data.global_batch_size == 8
+    assert config.cluster.num_train_ranks == 2
+    assert config.offload.offload_train is False
+
+
+def test_reconciled_flags_are_said(valid: list[str]) -> None:
+    config, messages = read_config([*valid, "--colocate", "--rollout-num-gpus", "7"])
+    assert config.cluster.rollout_num_gpus == 2
+    assert any(message.startswith("--rollout-num-gpus: 7 becomes 2") for message in messages)
+
+
+def test_all_problems_of_a_command_line_are_reported_in_one_go(
+    valid: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config_file = tmp_path / "run.yaml"
+    config_file.write_text("rollout_batch: 8\nmin_lr: x\n")
+    argv = [
+        *valid,
+        *("--config", str(config_file), "--seed", "1.5", "--lr"),
+        *("--rollout-temperature", "0", "--save-interval", "1", "--tis-clip", "2"),
+        *("--tensor-model-parallel-size", "2", "--lora-rank", "8", "--context-parallel-size", "2"),
+        *("--dp-replicate-size", "3", "--rollout-batch-sise", "4", "--rollout-engine", "sglang"),
+        *("--ref-load", str(tmp_path), "--use-kl-loss", "--chat-template-path", "no.jinja"),
+        *("--apply-chat-template", "--data-source-path", "nowhere.Source"),
+        *("--eval-prompt-data", "held-out", "no.jsonl"),
+    ]
+    expected = {
+        "--seed",
+        "--lr",
+        "--min-lr",
+        "--rollout-batch",
+        "--rollout-batch-sise",
+        "--rollout-temperature",
+        "--save-interval",
+        "--tis-clip",
+        "--tensor-model-parallel-size",
+        "--lora-rank",
+        "--context-parallel-size",
+        "--dp-replicate-size",
+        "--rollout-engine",
+        "--ref-load",
+        "--chat-template-path",
+        "--data-source-path",
+        "--eval-prompt-data",
+        "--eval-interval",
+    }
+    assert flags_of(argv) == expected
+    with pytest.raises(SystemExit) as stop:
+        parse_args(argv)
+    assert stop.value.code == 2
+    text = capsys.readouterr().err
+    assert f"{len(expected)} problems:" in text
+    assert all(f"  {flag} = " in text for flag in expected)
+
+
+def test_a_value_that_cannot_be_read_has_no_second_problem(valid: list[str]) -> None:
+    assert flags_of([*valid, "--num-rollout", "many"]) == {"--num-rollout"}
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_an_incomplete_model_is_refused(valid: list[str], model: Path, missing: str) -> None:
+    (model / missing).unlink()
+    with pytest.raises(ConfigError, match=r"--hf-checkpoint = .* has no "):
+        read_config(valid)
+
+
+def test_a_missing_prompt_file_and_a_bad_slice_are_refused(valid: list[str]) -> None:
+    assert flags_of([*valid, "--prompt-data", "nowhere.jsonl"]) == {"--prompt-data"}
+    assert flags_of([*valid, "--prompt-data", "train.jsonl@[a:b]"]) == {"--prompt-data"}
+
+
+def test_a_sentinel_without_save_is_refused(valid: list[str]) -> None:
+    with pytest.raises(
+        ConfigError, match="--save-trigger-sentinel = 'f': applies only with --save"
+    ):
+        read_config([*valid, "--save-trigger-sentinel", "f"])
+
+
+def test_a_step_directory_instead_of_its_parent_is_refused_with_the_parent(
+    valid: list[str], tmp_path: Path
+) -> None:
+    step = tmp_path / "ckpt" / "iter_0000003"
+    step.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"--load = .*{tmp_path / 'ckpt'}") as error:
+        read_config([*valid, "--load", str(step)])
+    assert [problem.flag for problem in error.value.problems] == ["--load"]
+
+
+def test_loading_from_where_nothing_is_yet_is_a_fresh_start(
+    valid: list[str], tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "new")
+    config, _ = read_config([*valid, "--load", folder, "--save", folder])
+    assert config.checkpoint.load == folder
+    assert config.data.start_rollout_id is None
+
+
+def test_the_megatron_backend_is_refused_with_the_way_out(valid: list[str]) -> None:
+    argv = [*valid, "--train-backend", "megatron", "--num-layers", "2", "--numlayers", "2"]
+    with pytest.raises(ConfigError) as error:
+        read_config([word for word in argv if word != "--fp32"])
+    backend, unknown = error.value.problems
+    assert backend.flag == "--train-backend"
+    assert "[megatron]" in backend.remedy
+    assert "--train-backend fsdp" in backend.remedy
+    assert unknown.flag == "--numlayers"
+
+
+def test_flags_of_fsdp_are_refused_under_megatron(valid: list[str]) -> None:
+    argv = [*valid, "--train-backend", "megatron", "--gradient-checkpointing", "--fp16"]
+    argv.remove("--fp32")
+    assert flags_of(argv) == {"--train-backend", "--gradient-checkpointing"}
+
+
+def test_the_sglang_engine_is_refused_with_the_way_out(valid: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--rollout-engine embedded"):
+        read_config([*valid, "--rollout-engine", "sglang"])
+
+
+def test_the_provider_adds_every_flag_to_a_parser_of_someone_else() -> None:
+    import argparse
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--lr", type=float, default=None)
+    same = get_miles_extra_args_provider()(parser)
+    assert same is parser
+    namespace = parser.parse_args(["--rollout-batch-size", "4"])
+    assert namespace.lr == 1e-6
+    assert namespace.rollout_batch_size == 4
+    assert namespace.n_samples_per_prompt == 1
