@@ -76,11 +76,13 @@ def launch(model: Path, folder: Path, *options: str, parent: int | None = None) 
 
 @contextmanager
 def running_engine(model: Path, folder: Path, *options: str) -> Iterator[EngineProcess]:
+    """A server that is there for the block; SIGTERM must then end it cleanly."""
     engine = launch(model, folder, *options)
     try:
         yield engine.wait_ready()
     finally:
-        engine.stop()
+        status = engine.stop()
+    assert status == 0, engine.log
 
 
 def get(url: str, path: str) -> Answer:

@@ -1,5 +1,6 @@
 """Digests that say whether trainer and engine hold the same bytes."""
 
+import ctypes
 from collections.abc import Mapping
 
 import torch
@@ -16,8 +17,14 @@ def checksum(tensor: Tensor) -> str:
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel() > 0:
         for chunk in flat.view(torch.uint8).split(CHUNK_BYTES):
-            digest.update(chunk.cpu().numpy())
+            digest.update(_bytes_of(chunk.cpu()))
     return digest.hexdigest()
+
+
+def _bytes_of(flat: Tensor) -> ctypes.Array[ctypes.c_char]:
+    """The memory of a uint8 tensor that the caller keeps alive. Not ``numpy()``: that makes the
+    storage unresizable for good, and a sleeping model could not free it."""
+    return (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
 
 
 def compare(trainer: Mapping[str, str], engine: Mapping[str, str]) -> list[str]:

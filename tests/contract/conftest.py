@@ -7,6 +7,9 @@ import pytest
 
 from tests.engine_process import running_engine
 
+ENGINE_ROWS = 20
+"""Sequences that the shared engine runs at once: few, so that tests fill it."""
+
 
 def write_sharp_model(path: Path, seed: int) -> Path:
     """A tiny fp32 model whose greedy text varies and whose weights show in every log-prob: a
@@ -33,5 +36,6 @@ def engine_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def engine_url(engine_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of an embedded engine that serves ``engine_model``."""
-    with running_engine(engine_model, tmp_path_factory.mktemp("engine")) as engine:
+    options = ("--max-running-requests", str(ENGINE_ROWS))
+    with running_engine(engine_model, tmp_path_factory.mktemp("engine"), *options) as engine:
         yield engine.url

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from miles.backends.embedded import server
 from miles.backends.embedded.api import MAX_BODY_BYTES
 from miles.weight_sync.checksums import checksum
+from tests.contract.conftest import ENGINE_ROWS
 from tests.contract.test_engine_conformance import (
     PROMPT,
     generate,
@@ -76,7 +77,7 @@ def test_the_server_says_what_it_is(url: str) -> None:
     assert info["engine"] == "embedded"
     assert info["weight_formats"] == ["shm_bucket", "group", "disk"]
     assert (info["dtype"], info["tp_size"], info["context_length"]) == ("float32", 1, 2048)
-    assert info["max_running_requests"] == 256
+    assert info["max_running_requests"] == ENGINE_ROWS
 
 
 def test_a_bucket_in_shared_memory_changes_the_weight_and_its_checksum(
@@ -199,8 +200,8 @@ def test_a_seed_fixes_the_samples_whatever_else_runs(url: str, threads: ThreadPo
 
 
 def test_more_samples_than_running_requests_are_all_answered(url: str) -> None:
-    samples = generate(url, temperature=1, max_new_tokens=2, n=300, ignore_eos=True)
-    assert len(samples) == 300
+    samples = generate(url, temperature=1, max_new_tokens=2, n=3 * ENGINE_ROWS + 1, ignore_eos=True)
+    assert len(samples) == 3 * ENGINE_ROWS + 1
     assert all(len(sample["output_ids"]) == 2 for sample in samples)
 
 
@@ -242,9 +243,9 @@ def test_a_body_that_is_too_large_is_refused(url: str) -> None:
 
 
 def test_an_admission_that_stays_incomplete_is_refused_and_blocks_nobody(
-    short_admission: EngineProcess,
+    second_engine: EngineProcess,
 ) -> None:
-    url = short_admission.url
+    url = second_engine.url
     start = time.monotonic()
     answer = post(url, "/generate", {"input_ids": PROMPT, "admission": ["lonely", 0, 2]})
     assert 1 <= time.monotonic() - start < 20
@@ -265,36 +266,23 @@ def parent() -> Iterator["subprocess.Popen[bytes]"]:
 
 
 @pytest.fixture(scope="module")
-def pair(
+def second_engine(
     engine_model: Path,
     tmp_path_factory: pytest.TempPathFactory,
     parent: "subprocess.Popen[bytes]",
-) -> Iterator[tuple[EngineProcess, EngineProcess]]:
-    """Two servers of one model at a time: one on IPv6, one with another parent."""
-    folder = tmp_path_factory.mktemp("pair")
-    engines = (
-        launch(engine_model, folder / "a", "--host", "::1", "--max-running-requests", "20"),
-        launch(
-            engine_model,
-            folder / "b",
-            *("--max-running-requests", "20", "--admission-timeout-s", "1"),
-            parent=parent.pid,
-        ),
-    )
+) -> Iterator[EngineProcess]:
+    """On IPv6, with another parent, and quick to give up an incomplete admission."""
+    options = ("--max-running-requests", str(ENGINE_ROWS), "--admission-timeout-s", "1")
+    folder = tmp_path_factory.mktemp("second")
+    engine = launch(engine_model, folder, "--host", "::1", *options, parent=parent.pid)
     try:
-        yield engines[0].wait_ready(), engines[1].wait_ready()
+        yield engine.wait_ready()
     finally:
-        for engine in engines:
-            engine.stop()
-
-
-@pytest.fixture
-def short_admission(pair: tuple[EngineProcess, EngineProcess]) -> EngineProcess:
-    return pair[1]
+        engine.stop()
 
 
 def test_admitted_and_seeded_requests_are_bit_equal_in_two_servers(
-    pair: tuple[EngineProcess, EngineProcess],
+    url: str, second_engine: EngineProcess
 ) -> None:
     """More sequences than rows, prompts and limits of different lengths, another arrival order."""
 
@@ -313,53 +301,40 @@ def test_admitted_and_seeded_requests_are_bit_equal_in_two_servers(
             "admission": ["rollout 3", position, 12],
         }
 
-    def run(engine: EngineProcess, order: list[int]) -> list[Any]:
+    def run(url: str, order: list[int]) -> list[Any]:
         with ThreadPoolExecutor(12) as pool:
             futures = {}
             for position in order:
-                futures[position] = pool.submit(post, engine.url, "/generate", body(position))
+                futures[position] = pool.submit(post, url, "/generate", body(position))
             answers = [futures[position].result().json for position in range(12)]
         return [
             [(s["output_ids"], s["meta_info"]["output_token_logprobs"]) for s in answer]
             for answer in answers
         ]
 
-    first = run(pair[0], list(range(12)))
-    second = run(pair[1], list(range(11, -1, -1)))
+    first = run(url, list(range(12)))
+    second = run(second_engine.url, list(range(11, -1, -1)))
     assert first == second
     assert all(math.isfinite(p[0]) for answer in first for _, pairs in answer for p in pairs)
 
 
 def test_servers_get_ports_of_their_own_and_ipv6_urls_have_brackets(
-    pair: tuple[EngineProcess, EngineProcess], engine_url: str
+    url: str, second_engine: EngineProcess
 ) -> None:
-    assert pair[0].url.startswith("http://[::1]:")
-    assert len({urlsplit(u).port for u in (pair[0].url, pair[1].url, engine_url)}) == 3
-    ready = json.loads(pair[0].ready_file.read_text())
-    assert ready["pid"] == pair[0].process.pid
-
-
-def test_sigterm_drops_requests_in_flight_and_ends_cleanly(
-    pair: tuple[EngineProcess, EngineProcess], threads: ThreadPoolExecutor
-) -> None:
-    engine = pair[0]
-    future = start_long(engine.url, threads, max_new_tokens=2000)
-    start = time.monotonic()
-    assert engine.stop() == 0
-    assert time.monotonic() - start < 10
-    # No answer at all: a client takes the engine for dead and asks another one.
-    with pytest.raises((OSError, http.client.HTTPException)):
-        future.result()
+    assert second_engine.url.startswith("http://[::1]:")
+    assert urlsplit(second_engine.url).port != urlsplit(url).port
+    ready = json.loads(second_engine.ready_file.read_text())
+    assert ready == {"url": second_engine.url, "pid": second_engine.process.pid}
 
 
 def test_the_server_ends_with_its_parent(
-    pair: tuple[EngineProcess, EngineProcess], parent: "subprocess.Popen[bytes]"
+    second_engine: EngineProcess, parent: "subprocess.Popen[bytes]"
 ) -> None:
-    assert pair[1].process.poll() is None
+    assert second_engine.process.poll() is None
     parent.kill()
     parent.wait()
-    assert pair[1].process.wait(20) == 1
-    assert "the parent process ended" in pair[1].log
+    assert second_engine.process.wait(20) == 1
+    assert "the parent process ended" in second_engine.log
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org"])

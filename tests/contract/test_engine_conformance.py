@@ -58,8 +58,9 @@ def start_long(
 ) -> "Future[Any]":
     """A greedy request of ``LONG`` tokens that is running when this returns."""
     params = {"temperature": 0, "max_new_tokens": LONG, "ignore_eos": True, **params}
+    before = running_requests(url)
     future = threads.submit(generate, url, PROMPT, rid, **params)
-    wait_for(lambda: running_requests(url) or future.done())
+    wait_for(lambda: running_requests(url) > before or future.done())
     assert not future.done()
     return future
 
@@ -95,7 +96,7 @@ def test_an_answer_has_the_fields_of_the_protocol(url: str, tokenizer: Any) -> N
 def test_greedy_tokens_equal_transformers_in_a_batch_of_different_lengths(
     url: str, threads: ThreadPoolExecutor, model: Any
 ) -> None:
-    prompts = [[5, 17, 30, 9, 22, 41][: 1 + i % 6] + [7 + i] for i in range(12)]
+    prompts = [[*[5, 17, 30, 9, 22, 41][: 1 + i % 6], 7 + i] for i in range(12)]
     answers = list(
         threads.map(
             lambda ids: generate(url, ids, temperature=0, max_new_tokens=20, ignore_eos=True),
@@ -174,7 +175,7 @@ def test_a_stop_string_over_several_tokens_ends_the_output(url: str, tokenizer: 
 
 
 def test_an_aborted_request_returns_what_it_has(url: str, threads: ThreadPoolExecutor) -> None:
-    other = start_long(url, threads, "other")
+    other = start_long(url, threads, "other", max_new_tokens=3 * LONG)
     mine = start_long(url, threads, "mine")
     assert post(url, "/abort_request", {"rid": "mine"}).status == 200
     sample = mine.result()

@@ -73,6 +73,9 @@ class Engine:
         )
         self.dtype = str(model.dtype).removeprefix("torch.")
         self._stop_token_ids = _end_tokens(model, self.tokenizer)
+        self._cache_released = False
+        self._update_open = False
+        self._version_to_come: int | None = None
         self.scheduler.start()
 
     def run[T](self, function: Callable[[], T]) -> "Future[T]":
@@ -155,12 +158,7 @@ class Engine:
             self.memory.restore()
         self.scheduler.released = self._cache_released or self.memory.released
 
-    _cache_released = False
-
     # Weights
-
-    _update_open = False
-    _version_to_come: int | None = None
 
     def begin_update(self, body: protocol.Empty) -> None:
         """Open an update: its version counts from ``end_update`` on. Again: start over."""

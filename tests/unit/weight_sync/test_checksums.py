@@ -52,3 +52,10 @@ def test_compare_names_every_difference_and_the_side_that_lacks_a_tensor() -> No
         "b: trainer 2, engine x",
         "d: the trainer did not send it",
     ]
+
+
+def test_a_digest_leaves_the_storage_resizable() -> None:
+    tensor = torch.arange(6.0)
+    checksum(tensor)
+    tensor.untyped_storage().resize_(0)
+    assert tensor.untyped_storage().nbytes() == 0
