@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 from collections.abc import Generator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from miles.backends.fsdp_utils.actor import FSDPTrainRayActor
 from miles.backends.fsdp_utils.model import HeadOptions
 from miles.backends.fsdp_utils.offload import local_tensor
 from miles.backends.fsdp_utils.weights import export_hf
+from miles.backends.training_utils.checkpoints import read_tracker
 from miles.backends.training_utils.packing import build_micro_batches
 from miles.config.algorithm import AlgorithmConfig
 from miles.config.checkpoint import CheckpointConfig
@@ -29,7 +32,16 @@ from miles.config.fsdp import FsdpConfig
 from miles.config.optimizer import OptimizerConfig
 from miles.config.rollout import RolloutConfig
 from miles.config.root import MilesConfig
-from miles.contracts.types import Group, Prompt, Sample, Status, TrainBatch
+from miles.contracts.types import (
+    Group,
+    LossOutput,
+    MicroBatch,
+    Prompt,
+    Sample,
+    Status,
+    TokenStats,
+    TrainBatch,
+)
 from miles.rollout.batch import make_batches
 
 VOCABULARY = 64
@@ -221,3 +233,117 @@ def file_size_limit(limit: int | None) -> Generator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+def attempt_saves(
+    config: MilesConfig, rollouts: list[list[TrainBatch]], limit: int | None
+) -> dict[str, Any]:
+    """Save after each rollout, the second under ``file_size_limit``; report what was raised."""
+    actor, _ = start(config)
+    errors: list[str] = []
+    for rollout_id, shards in enumerate(rollouts):
+        actor.train(rollout_id, shards[actor.parallel.rank])
+        with file_size_limit(limit if rollout_id == 1 else None):
+            try:
+                actor.save_model(rollout_id)
+                if config.checkpoint.async_save:
+                    # The limit is the process's: the thread must write under it.
+                    wait([actor._checkpointer._in_flight])
+            except Exception as error:  # reported
+                errors.append(f"{rollout_id}: {error}")
+    actor.shutdown()
+    return {"errors": errors}
+
+
+def save_in_background(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
+    """Save asynchronously, train on at once, then save with ``force_sync``."""
+    actor, _ = start(config)
+    weights: list[Weights] = []
+    trackers: list[int | None] = []
+    save = config.checkpoint.save
+    assert save is not None
+    for rollout_id, shards in enumerate(rollouts):
+        actor.train(rollout_id, shards[actor.parallel.rank])
+        weights.append(weights_of(actor))
+        last = rollout_id == len(rollouts) - 1
+        actor.save_model(rollout_id, force_sync=last)
+        if last:
+            trackers.append(read_tracker(save))
+    actor.shutdown()
+    return {"weights": weights, "trackers": trackers}
+
+
+def load_and_report(config: MilesConfig) -> dict[str, Any]:
+    """What a start from ``--load`` finds."""
+    actor, first = start(config, with_ref=config.algorithm.ref_update_interval is not None)
+    optimizer = actor.ops.optimizer
+    moments = {
+        name: as_bytes(full(tensor))
+        for name, tensor in optimizer.state_tensors().items()
+        if name.endswith(("exp_avg", "step"))
+    }
+    ref = {} if actor.ops.ref is None else actor.ops.ref.persistent_tensors()
+    result = {
+        "first": first,
+        "weights": weights_of(actor),
+        "moments": moments,
+        "rate": optimizer.schedule.get_last_lr()[0],
+        "rng": as_bytes(torch.get_rng_state()),
+        "ref": {name: as_bytes(full(tensor)) for name, tensor in ref.items()},
+    }
+    actor.shutdown()
+    return result
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def step_with_a_bad_gradient(
+    config: MilesConfig, rollouts: list[list[TrainBatch]], bad: float
+) -> dict[str, Any]:
+    """A good step, one whose loss is ``bad`` on rank 1 alone, and a good one."""
+    actor, _ = start(config)
+    batches = build_micro_batches(
+        rollouts[0][actor.parallel.rank], packed=True, device=torch.device("cpu")
+    )[0]
+
+    def loss(batch: MicroBatch, stats: TokenStats) -> LossOutput:
+        mean = -stats.log_probs_R.sum() / 100
+        return LossOutput(loss=mean * factor, sums={"tokens": batch.loss_mask_R.sum()})
+
+    steps: list[Any] = []
+    states: list[Any] = []
+    for number in range(3):
+        factor = bad if number == 1 and actor.parallel.rank == 1 else 1.0
+        steps.append(actor.ops.optimizer_step(batches, loss))
+        moments = {n: as_bytes(full(t)) for n, t in actor.ops.optimizer.state_tensors().items()}
+        states.append((weights_of(actor), moments))
+    scale = actor.ops.optimizer.scale
+    return {"steps": steps, "states": states, "scale": (scale.value, scale.good_steps)}
+
+
+def reference_over_rollouts(
+    config: MilesConfig, rollouts: list[list[TrainBatch]]
+) -> list[dict[str, list[float]]]:
+    """Log-probs of one micro-batch under policy and reference, before and after each rollout."""
+    actor, _ = start(config, with_ref=True)
+    batch = build_micro_batches(rollouts[0][0], packed=True, device=torch.device("cpu"))[0][0]
+    seen: list[dict[str, list[float]]] = []
+    for rollout_id in range(len(rollouts) + 1):
+        policy, ref = (
+            actor.ops.log_probs([batch], weights=w)[0].tolist() for w in ("actor", "ref")
+        )
+        seen.append({"policy": policy, "ref": ref})
+        if rollout_id < len(rollouts):
+            actor.train(rollout_id, rollouts[rollout_id][actor.parallel.rank])
+    return seen
+
+
+def stored_dtypes(config: MilesConfig) -> set[str]:
+    actor, _ = start(config)
+    parameters = {str(p.dtype) for p in actor.ops.model.module.parameters()}
+    moments = {
+        str(t.dtype) for n, t in actor.ops.optimizer.state_tensors().items() if "exp_avg" in n
+    }
+    return parameters | moments
