@@ -220,8 +220,10 @@ class Job:
     async def _push_weights(self, during: str) -> None:
         assert self._trainer is not None
         assert self._engines is not None
-        version = await self._trainer.update_weights(self._engines.addresses, during=during)
+        addresses = self._engines.addresses
+        version, seconds = await self._trainer.update_weights(addresses, during=during)
         self._metrics["rollout/weight_version"] = float(version)
+        self._metrics.update({f"perf/update_weights/{k}": v for k, v in seconds.items()})
 
     @asynccontextmanager
     async def _phase(self, turn: Phase, name: str, label: str) -> AsyncGenerator[None]:

@@ -22,9 +22,6 @@ class ClusterConfig:
     rollout_num_gpus_per_engine: Annotated[
         int, Doc("GPUs of one engine (its tensor-parallel size).")
     ] = 1
-    num_gpus_per_node: Annotated[
-        int, Doc("GPUs of a node as the engines see it; set it when there are fewer than 8.")
-    ] = 8
     colocate: Annotated[bool, Doc("Share the training devices with the engines, taking turns.")] = (
         False
     )

@@ -6,7 +6,7 @@ driver of ``train`` once.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol, final
 
 from miles.config.root import MilesConfig
@@ -95,6 +95,10 @@ class TrainRayActor(ABC):
     @abstractmethod
     def wake_up(self) -> None:
         """Undo ``sleep`` bit for bit. Idempotent."""
+
+    def weight_update_seconds(self) -> Mapping[str, float]:
+        """Seconds of the last weight update by phase, for metrics."""
+        return {}
 
     def shutdown(self) -> None:
         """Leave the process group."""

@@ -54,7 +54,7 @@ class Status(StrEnum):
     ABORTED = "aborted"
     """Stopped from outside; its tokens are kept for a partial rollout."""
     FAILED = "failed"
-    """Generation or reward failed for good; it never contributes to a loss."""
+    """Generation failed for good; it is not scored and never contributes to a loss."""
 
 
 @dataclass(slots=True, kw_only=True)

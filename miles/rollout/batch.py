@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from miles.config.derived import is_supervised
 from miles.config.root import MilesConfig
-from miles.contracts import hooks
+from miles.contracts.hooks import load_hook
 from miles.contracts.types import Float32, Group, Sample, Status, TrainBatch
-from miles.core.plugins import load_function
 from miles.rollout.split import RankSchedule, split, steps_of
 
 Float64 = NDArray[np.float64]
@@ -57,7 +57,7 @@ def make_batches(
         "step_num_samples": tuple(sum(num_tokens[i] > 0 for i in step) for step in steps),
         "step_num_tokens": tuple(sum(num_tokens[i] for i in step) for step in steps),
     }
-    supervised = config.algorithm.loss_type == "sft_loss"
+    supervised = is_supervised(config)
     return [_shard(rows, schedule, rollout_id, supervised, counts) for schedule in schedules]
 
 
@@ -162,7 +162,7 @@ def _needs_no_reward(sample: Sample, config: MilesConfig) -> bool:
 def _normalizer(config: MilesConfig) -> Callable[[Float64], Float64] | None:
     """How a group's rewards are normalised under the advantage estimator; ``None``: not at all."""
     algorithm = config.algorithm
-    if not algorithm.rewards_normalization or algorithm.loss_type == "sft_loss":
+    if not algorithm.rewards_normalization or is_supervised(config):
         return None
     estimator = algorithm.advantage_estimator
     if estimator == "reinforce_plus_plus":
@@ -174,8 +174,9 @@ def _normalizer(config: MilesConfig) -> Callable[[Float64], Float64] | None:
 def _normalized_rewards(groups: list[Group], raw: Float64, config: MilesConfig) -> Float32:
     """``[N]``. Samples that failed are no part of their group's statistics, and get 0."""
     path = config.hooks.custom_reward_post_process_path
-    if path is not None:
-        return _post_processed(path, groups, raw, config)
+    replacement = load_hook("custom_reward_post_process_path", path)
+    if replacement is not None:
+        return _replaced_rewards(replacement, groups, raw, config)
     normalize = _normalizer(config)
     if normalize is None:
         return raw.astype(np.float32)
@@ -189,14 +190,16 @@ def _normalized_rewards(groups: list[Group], raw: Float64, config: MilesConfig) 
     return rewards.astype(np.float32)
 
 
-def _post_processed(path: str, groups: list[Group], raw: Float64, config: MilesConfig) -> Float32:
-    function = load_function(path, hooks.reward_post_process)
+def _replaced_rewards(
+    function: Callable[..., Any], groups: list[Group], raw: Float64, config: MilesConfig
+) -> Float32:
     samples = [sample for group in groups for sample in group]
     rewards = np.asarray(function(samples, raw.astype(np.float32), config), dtype=np.float32)
     if rewards.shape != raw.shape or not np.isfinite(rewards).all():
         raise ValueError(
-            f"--custom-reward-post-process-path {path}: must return {len(raw)} finite numbers, "
-            f"gave an array of shape {rewards.shape}: {rewards}"
+            "--custom-reward-post-process-path "
+            f"{config.hooks.custom_reward_post_process_path}: must return {len(raw)} finite "
+            f"numbers, gave an array of shape {rewards.shape}: {rewards}"
         )
     return rewards
 

@@ -3,10 +3,7 @@
 from miles.config.root import MilesConfig
 from miles.contracts.hooks import FilterDecision
 from miles.contracts.types import Group, Status
-from miles.rollout.rewards.score import reward_value
-
-ROUNDING = 1e-6
-"""Rewards that differ by less, relative to 1 or to the largest, are equal."""
+from miles.rollout.batch import is_zero_variance, raw_reward
 
 
 def check_reward_nonzero_std(group: Group, config: MilesConfig) -> FilterDecision:
@@ -14,10 +11,9 @@ def check_reward_nonzero_std(group: Group, config: MilesConfig) -> FilterDecisio
 
     A group of a single sample is kept; its spread says nothing.
     """
-    rewards = [reward_value(s.reward, config.reward.reward_key) for s in group]
-    low, high = min(rewards), max(rewards)
-    if len(rewards) > 1 and high - low <= ROUNDING * max(1.0, abs(low), abs(high)):
-        return FilterDecision(False, f"zero_std_{high:.1f}")
+    rewards = [raw_reward(sample, config) for sample in group]
+    if is_zero_variance(rewards):
+        return FilterDecision(False, f"zero_std_{rewards[0]:.1f}")
     return FilterDecision(True)
 
 

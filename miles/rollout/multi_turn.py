@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from miles.config.errors import Problem
+from miles.config.root import MilesConfig
 from miles.contracts.hooks import GenerateContext, load_hook
 from miles.contracts.types import Message, Prompt, Sample, Status
 from miles.rollout.chat_template import ChatTemplate, ChatTemplateError, assistant_marker
@@ -31,6 +33,21 @@ STATE_KEY = "multi_turn"
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 ExecuteTool = Callable[..., Any]
+
+
+def check(config: MilesConfig) -> list[Problem]:
+    """What the multi-turn generate function lacks, when it is the one in use."""
+    path = config.hooks.custom_generate_function_path
+    if path is None or path.replace(":", ".") != f"{__name__}.{generate.__name__}":
+        return []
+    problems = list[Problem]()
+    if config.hooks.generate_execute_tool_function_path is None:
+        flag = "--generate-execute-tool-function-path"
+        problems.append(Problem(flag, None, "multi-turn generation needs it, to run tool calls"))
+    if not config.data.apply_chat_template:
+        remedy = "multi-turn generation needs it: tool messages are rendered by the template"
+        problems.append(Problem("--apply-chat-template", False, remedy))
+    return problems
 
 
 async def generate(prompt: Prompt, context: GenerateContext) -> list[Sample]:

@@ -111,6 +111,8 @@ async def generate_group(steps: Steps, prompt: Prompt, context: GenerateContext)
         if not isinstance(result, Exception):
             raise result
         last = result
+        # Its companions may be done: a key that was completed once is not completed again.
+        context = replace(context, admission=None)
         log.warning(
             "prompt %d: generation failed (try %d of %d): %s: %s",
             *(prompt.group_id, attempt, MAX_TRIES, type(result).__name__, result),

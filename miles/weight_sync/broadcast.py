@@ -16,7 +16,7 @@ from miles.core import device, distributed
 
 logger = logging.getLogger(__name__)
 
-# How long to wait for an engine's own words once the group has failed.
+# How long to wait for the engines' own words once the group has failed, and to leave it.
 REASON_TIMEOUT_S = 5.0
 
 
@@ -97,10 +97,11 @@ class BroadcastTransport:
         if group is not None:
             group.close()
         if engines is not None:
-            try:
-                engines.destroy_weight_group(self._name)
-            except EngineError as error:
-                logger.warning("weight group %s: an engine could not leave: %s", self._name, error)
+            # Our connections are closed, which frees the engines; that they forget the group too
+            # is not worth waiting for one that hangs.
+            leave = threading.Thread(target=_leave, args=(engines, self._name), daemon=True)
+            leave.start()
+            leave.join(REASON_TIMEOUT_S)
 
     def _wait_for_loads(self) -> None:
         loads, self._loads = self._loads, []
@@ -121,6 +122,13 @@ class BroadcastTransport:
                 raise error
         if failure is not None:
             raise EngineError(f"weight group {self._name}: {failure}") from failure
+
+
+def _leave(engines: EngineSet, name: str) -> None:
+    try:
+        engines.destroy_weight_group(name)
+    except EngineError as error:
+        logger.warning("weight group %s: an engine could not leave: %s", name, error)
 
 
 def _join_in_thread(group: WeightGroup) -> "Future[distributed.JoinedGroup]":

@@ -1,7 +1,7 @@
 """``FSDPTrainRayActor``: the six methods of the contract on PyTorch FSDP2."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from miles.backends.fsdp_utils import self_check
-from miles.backends.fsdp_utils.attention import choose_implementation
 from miles.backends.fsdp_utils.checkpoint import BACKEND, Checkpointer, Snapshot
 from miles.backends.fsdp_utils.model import HeadOptions, LoadOptions, ShardedModel, load_model
 from miles.backends.fsdp_utils.offload import HostStore, local_tensor
@@ -41,7 +40,7 @@ class FSDPPolicyOps:
         mesh = build_mesh(config.fsdp.dp_replicate_size)
         options = LoadOptions(
             make_precision(config.fsdp),
-            choose_implementation(config.fsdp.attn_implementation),
+            config.fsdp.attn_implementation,
             config.fsdp.gradient_checkpointing,
         )
         self.model = load_model(config.rollout.hf_checkpoint, mesh, options)
@@ -139,6 +138,9 @@ class FSDPTrainRayActor(TrainRayActor):
 
     def update_weights(self, engines: EngineSet) -> int:
         return self._weight_sync.push(engines, self.ops.hf_weights())
+
+    def weight_update_seconds(self) -> Mapping[str, float]:
+        return self._weight_sync.last_timings
 
     def save_model(self, rollout_id: int, *, force_sync: bool = False) -> None:
         self._require_awake("save_model")

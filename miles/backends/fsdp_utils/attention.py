@@ -19,7 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from miles.config.errors import ConfigError, Problem
-from miles.core import device, logging
+from miles.core import device, distributed, logging
 
 NAME = "miles_sdpa"
 """What ``sdpa`` becomes in models that take attention functions from transformers' registry."""
@@ -33,43 +33,51 @@ _KERNEL_MAX_HEAD_DIM = 256
 log = logging.get(__name__)
 
 
-def choose_implementation(requested: str | None) -> str:
-    """The transformers attention of a run; logged when it was not asked for.
+def check_requested(requested: str | None) -> None:
+    """Raise ``ConfigError`` when the package of ``--attn-implementation`` is missing."""
+    package = _PACKAGES.get(requested or "")
+    if package is not None and importlib.util.find_spec(package) is None:
+        remedy = f"needs the package {package}: install it, or pass sdpa"
+        raise ConfigError([Problem("--attn-implementation", requested, remedy)])
 
-    Raises ``ConfigError`` when the package of an explicit choice is missing.
+
+def install(model: PreTrainedModel, requested: str | None) -> str:
+    """Settle the attention of a model and return its name (logged when it was not asked for).
+
+    Unset, it is flash_attention_2 on CUDA where installed, else what transformers chose: sdpa
+    where the model has it. ``sdpa`` then becomes the attention of this module where the model can
+    use it.
     """
-    if requested is not None:
-        package = _PACKAGES.get(requested)
-        if package is not None and importlib.util.find_spec(package) is None:
-            remedy = f"needs the package {package}: install it, or pass sdpa"
-            raise ConfigError([Problem("--attn-implementation", requested, remedy)])
-        return requested
-    flash = device.device_type() == "cuda" and importlib.util.find_spec("flash_attn") is not None
-    chosen = "flash_attention_2" if flash else "sdpa"
-    log.info("attention: %s (--attn-implementation chooses another)", chosen)
-    return chosen
-
-
-def install(model: PreTrainedModel) -> None:
-    """Replace ``sdpa`` by the attention of this module where the model can use it."""
+    if requested is None and _flash_is_installed() and model._supports_flash_attn:  # pyright: ignore[reportPrivateUsage]
+        model.set_attn_implementation("flash_attention_2")
+    chosen = implementation(model)
+    if requested is None and distributed.rank() == 0:
+        log.info("attention: %s (--attn-implementation chooses another)", chosen)
     layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    if (
-        model.config._attn_implementation == "sdpa"  # pyright: ignore[reportPrivateUsage]
-        and model._supports_attention_backend  # pyright: ignore[reportPrivateUsage]
-        and layers <= _KNOWN_LAYERS
-    ):
+    supported = model._supports_attention_backend and layers <= _KNOWN_LAYERS  # pyright: ignore[reportPrivateUsage]
+    if chosen == "sdpa" and supported:
         AttentionInterface.register(NAME, packed_attention)
         model.set_attn_implementation(NAME)
+    return implementation(model)
 
 
-def packed_arguments(implementation: str, cu_seqlens_S: Tensor, max_seqlen: int) -> dict[str, Any]:
+def implementation(model: PreTrainedModel) -> str:
+    """The name under which transformers finds the model's attention."""
+    return model.config._attn_implementation  # pyright: ignore[reportPrivateUsage, reportReturnType]
+
+
+def _flash_is_installed() -> bool:
+    return device.device_type() == "cuda" and importlib.util.find_spec("flash_attn") is not None
+
+
+def packed_arguments(name: str, cu_seqlens_S: Tensor, max_seqlen: int) -> dict[str, Any]:
     """Arguments of ``model(...)`` that tell the attention where documents end.
 
     Other implementations find it in position ids that restart, and build a mask.
     """
-    if implementation == NAME:
+    if name == NAME:
         return {"documents": Documents(cu_seqlens_S, max_seqlen)}
-    if implementation.startswith("flash_attention"):
+    if name.startswith("flash_attention"):
         return {
             "cu_seq_lens_q": cu_seqlens_S,
             "cu_seq_lens_k": cu_seqlens_S,
@@ -79,9 +87,9 @@ def packed_arguments(implementation: str, cu_seqlens_S: Tensor, max_seqlen: int)
     return {}
 
 
-def builds_packed_mask(implementation: str) -> bool:
+def builds_packed_mask(name: str) -> bool:
     """Whether a packed row of ``T`` tokens costs a mask of ``T × T``."""
-    return implementation in ("eager", "sdpa")
+    return name in ("eager", "sdpa")
 
 
 class Documents:

@@ -120,8 +120,8 @@ class Checkpointer:
                     process_group=self._group,
                 )
             except (CheckpointException, RuntimeError, ValueError, OSError) as error:
-                reason = f"step {metadata['iteration']} does not fit this model: {step / name}: "
-                problem = Problem("--load", str(step.parent), f"{reason}{error}")
+                reason = f"step {metadata['iteration']} does not fit this model: {step / name}"
+                problem = Problem("--load", str(step.parent), f"{reason}: {_causes(error)}")
                 raise ConfigError([problem]) from error
         self._restore_rng(step, metadata)
         return metadata
@@ -173,7 +173,7 @@ class Checkpointer:
         try:
             action()
         except CheckpointException as caught:  # not an ``Exception``
-            error = RuntimeError(str(caught))
+            error = OSError(f"{what}: {_causes(caught)}")
         except Exception as caught:  # whatever it is, the other ranks must hear of it
             error = caught
         try:
@@ -199,6 +199,16 @@ def _check_backend(step: Path, metadata: Mapping[str, Any]) -> None:
         writer = metadata.get("backend")
         remedy = f"{step} was written by the {writer} backend, this run is {BACKEND}"
         raise ConfigError([Problem("--load", str(step.parent), remedy)])
+
+
+def _causes(error: BaseException) -> str:
+    """What went wrong on which rank, without the tracebacks that DCP makes part of its message."""
+    if not isinstance(error, CheckpointException):
+        return f"{type(error).__name__}: {error}"
+    return "; ".join(
+        f"rank {rank}: {type(cause).__name__}: {cause}"
+        for rank, (cause, _) in error.failures.items()
+    )
 
 
 def _copied_to_host(snapshot: Snapshot) -> Snapshot:

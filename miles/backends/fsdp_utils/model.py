@@ -54,7 +54,7 @@ class ShardedModel:
         self.module: Any = module
         self.weights = weights
         self.precision = precision
-        self.implementation: str = module.config._attn_implementation  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        self.attention = attention.implementation(module)
         self.fuse_head = True
         """Whether logits are the head's output as it is; ``self_check.py`` finds out."""
         head = module.get_output_embeddings()
@@ -137,7 +137,7 @@ class ShardedModel:
     def _inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], Tensor]:
         if batch.packed:
             documents = attention.packed_arguments(
-                self.implementation, batch.cu_seqlens_S, batch.max_seqlen
+                self.attention, batch.cu_seqlens_S, batch.max_seqlen
             )
             row = {
                 "input_ids": batch.tokens_T[None],
@@ -155,7 +155,8 @@ class LoadOptions:
     """How a model is built, beside what its directory says."""
 
     precision: Precision
-    attention: str
+    attention: str | None = None
+    """``--attn-implementation``."""
     gradient_checkpointing: bool = False
 
 
@@ -187,6 +188,7 @@ def _build_on_meta(path: str, options: LoadOptions) -> PreTrainedModel:
     if getattr(hf_config, "quantization_config", None) is not None:
         raise CheckpointDirError(f"{path!r} is quantized; convert it to bf16 first")
     _switch_off_dropout(hf_config)
+    attention.check_requested(options.attention)
     with torch.device("meta"):
         module: PreTrainedModel = AutoModelForCausalLM.from_config(
             hf_config,
@@ -194,7 +196,7 @@ def _build_on_meta(path: str, options: LoadOptions) -> PreTrainedModel:
             attn_implementation=options.attention,
             trust_remote_code=True,
         )
-    attention.install(module)
+    attention.install(module, options.attention)
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0

@@ -35,9 +35,9 @@ def check_head(model: ShardedModel) -> None:
 def check_packing(model: ShardedModel) -> None:
     """Raise ``ConfigError`` when documents of one row see each other, or a mask would be built;
     collective."""
-    if device.has_accelerator() and builds_packed_mask(model.implementation):
+    if device.has_accelerator() and builds_packed_mask(model.attention):
         remedy = (
-            f"attention {model.implementation!r} of {type(model.module).__name__} would build a"
+            f"attention {model.attention!r} of {type(model.module).__name__} would build a"
             " mask of tokens x tokens: leave it out (padded micro-batches), or choose another"
             " --attn-implementation"
         )

@@ -126,14 +126,14 @@ def stream_weights(
 ) -> Iterator[NamedTensor]:
     """Yield every weight in full on every rank, cast to its dtype; collective, also asleep.
 
-    Tensors may share storage with the model when nothing had to be gathered: use them before the
-    next optimizer step.
+    The receiver owns the tensors: none shares storage with the model.
     """
     tensors = model_tensors(model)
     for weight in weights:
         tensor = tensors[weight.key]
         # Cast first: a cast is elementwise, and the gather then moves the narrower dtype.
-        local = store.read(weight.key, tensor).to(weight.dtype)
+        held = store.read(weight.key, tensor)
+        local = held.to(weight.dtype)
         if isinstance(tensor, DTensor):
             sharded = DTensor.from_local(
                 local,
@@ -144,6 +144,8 @@ def stream_weights(
                 stride=tensor.stride(),
             )
             local = sharded.full_tensor()
+        if local.untyped_storage().data_ptr() == held.untyped_storage().data_ptr():
+            local = local.clone()
         yield NamedTensor(weight.name, local.contiguous())
 
 

@@ -47,7 +47,7 @@ def spread_reward(batch: MicroBatch, kl_R: Tensor, algorithm: AlgorithmConfig) -
 
 def discounted_returns(batch: MicroBatch, kl_R: Tensor, algorithm: AlgorithmConfig) -> Tensor:
     """REINFORCE++ (arXiv 2501.03262): G_t = r_t + gamma * G_{t+1}, with r_t = -kl_coef * KL_t and
-    the sample's reward added at its last trainable token."""
+    the sample's reward added at its last trainable token; t counts masked tokens too."""
     rewards_R = -algorithm.kl_coef * kl_R
     last_S, trainable_S = _last_trainable(batch)
     rewards_R = rewards_R.index_add(0, last_S, batch.rewards_S[trainable_S])

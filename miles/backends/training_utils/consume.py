@@ -8,6 +8,7 @@ from miles.backends.training_utils.losses import make_loss
 from miles.backends.training_utils.metrics import finalize
 from miles.backends.training_utils.packing import build_micro_batches, with_fields
 from miles.config.algorithm import AlgorithmConfig
+from miles.config.derived import is_supervised, needs_reference
 from miles.config.root import MilesConfig
 from miles.contracts.hooks import LossScale
 from miles.contracts.trainer import PolicyOps, WeightsTag
@@ -29,7 +30,7 @@ def consume(
     timer = timer if timer is not None else Timer()
     packed = config.data.use_dynamic_batch_size
     steps = build_micro_batches(shard, packed=packed, device=device.current_device())
-    if config.algorithm.loss_type != "sft_loss":
+    if not is_supervised(config):
         steps = _prepare(ops, steps, config, timer)
     stats: list[StepStats] = []
     with timer.span("train"):
@@ -44,11 +45,10 @@ def consume(
 
 def _prepare(ops: PolicyOps, steps: Steps, config: MilesConfig, timer: Timer) -> Steps:
     """Fill in what the policy loss needs beside the forward pass of its own step."""
-    algorithm = config.algorithm
-    if algorithm.kl_coef != 0 or algorithm.use_kl_loss:
+    if needs_reference(config):
         with timer.span("ref_log_probs"):
             steps = _with_log_probs(ops, steps, "ref")
-    first = _first_step_with_old_log_probs(algorithm)
+    first = _first_step_with_old_log_probs(config.algorithm)
     if first is not None:
         with timer.span("log_probs"):
             steps = steps[:first] + _with_log_probs(ops, steps[first:], "actor")

@@ -15,7 +15,7 @@ from miles.contracts.types import TokenStats
 
 LOGITS_BUDGET = 2**27
 """Most float32 logits that exist at a time when the chunk size is -1 (512 MiB): 883 tokens of a
-vocabulary of 151,936. The passes hold up to three arrays of this size."""
+vocabulary of 151,936. The passes hold up to four arrays of this size."""
 
 
 def token_stats(  # noqa: PLR0913
@@ -72,23 +72,22 @@ def _log_softmax(
 def _logits_gradient(
     log_probs_CxV: Tensor,
     targets_C: Tensor,
-    grads_C: tuple[Tensor | None, ...],
+    grad_log_probs_C: Tensor | None,
+    entropy_terms: tuple[Tensor, Tensor] | None,
     temperature: float,
 ) -> Tensor:
     """d log p_y / d z_j = [j = y] - p_j, and d H / d z_j = -p_j (log p_j + H); z is logit / T.
 
-    ``grads_C`` are the gradients of log-probs and entropies.
+    ``entropy_terms`` are H and its gradient.
     """
-    grad_log_probs_C, grad_entropy_C = grads_C
-    probs_CxV = log_probs_CxV.exp()
-    scale_CxV = torch.zeros((), device=probs_CxV.device)
-    if grad_entropy_C is not None:
-        finite = log_probs_CxV.clamp(min=torch.finfo(torch.float32).min)
-        entropy_C = -(probs_CxV * finite).sum(-1)
-        scale_CxV = finite.add_(entropy_C[:, None]).mul_(-grad_entropy_C[:, None])
+    factor_CxV = log_probs_CxV.new_zeros(len(targets_C), 1)
+    if entropy_terms is not None:
+        entropy_C, grad_entropy_C = entropy_terms
+        finite_CxV = log_probs_CxV.clamp(min=torch.finfo(torch.float32).min)
+        factor_CxV = finite_CxV.add_(entropy_C[:, None]).mul_(-grad_entropy_C[:, None])
     if grad_log_probs_C is not None:
-        scale_CxV = scale_CxV - grad_log_probs_C[:, None]
-    grad_CxV = probs_CxV.mul_(scale_CxV)
+        factor_CxV.sub_(grad_log_probs_C[:, None])
+    grad_CxV = log_probs_CxV.exp().mul_(factor_CxV)
     if grad_log_probs_C is not None:
         grad_CxV.scatter_add_(1, targets_C[:, None], grad_log_probs_C[:, None])
     return grad_CxV.div_(temperature) if temperature != 1.0 else grad_CxV
@@ -125,12 +124,13 @@ class _FusedTokenStats(torch.autograd.Function):
                 kept_RxV = log_probs_CxV
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.chunk = temperature, chunk
-        ctx.save_for_backward(hidden_RxH, weight_VxH, bias, targets_R, kept_RxV)
+        ctx.save_for_backward(hidden_RxH, weight_VxH, bias, targets_R, kept_RxV, entropy_R)
         return log_probs_R, entropy_R
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_RxH, weight_VxH, bias, targets_R, kept_RxV = ctx.saved_tensors
+        grad_log_probs_R, grad_entropy_R = grads
+        hidden_RxH, weight_VxH, bias, targets_R, kept_RxV, entropy_R = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden_RxH) if wants_hidden else None
         grad_weight = grad_bias = None
@@ -139,9 +139,13 @@ class _FusedTokenStats(torch.autograd.Function):
             log_probs_CxV = kept_RxV
             if log_probs_CxV is None:
                 log_probs_CxV = _log_softmax(hidden_RxH[rows], weight_VxH, bias, ctx.temperature)
-            grads_C = tuple(None if grad is None else grad[rows] for grad in grads)
-            grad_CxV = _logits_gradient(log_probs_CxV, targets_R[rows], grads_C, ctx.temperature)
-            grad_CxV = grad_CxV.to(weight_VxH.dtype)
+            grad_CxV = _logits_gradient(
+                log_probs_CxV,
+                targets_R[rows],
+                None if grad_log_probs_R is None else grad_log_probs_R[rows],
+                None if grad_entropy_R is None else (entropy_R[rows], grad_entropy_R[rows]),
+                ctx.temperature,
+            ).to(weight_VxH.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad_CxV @ weight_VxH
             if wants_weight:

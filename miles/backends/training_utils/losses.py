@@ -9,7 +9,6 @@ Masked tokens add exactly 0, whatever their values.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +16,8 @@ from torch import Tensor
 from miles.backends.training_utils.kl import approx_kl, bounded_exp, log_ratio
 from miles.config.algorithm import AlgorithmConfig
 from miles.config.root import MilesConfig
-from miles.contracts import hooks
-from miles.contracts.hooks import LossScale
+from miles.contracts.hooks import LossScale, load_hook
 from miles.contracts.types import LossFn, LossOutput, MicroBatch, TokenStats
-from miles.core.plugins import load_function
 
 
 def make_loss(config: MilesConfig, scale: LossScale) -> LossFn:
@@ -68,9 +65,7 @@ def sft_loss(
     loss = -_weighted_sum(stats.log_probs_R, active_R, weights_R)
     sums: dict[str, Tensor] = {}
     if stats.entropy_R is not None:
-        sums["entropy_loss"] = entropy = _weighted_sum(stats.entropy_R, active_R, weights_R)
-        if config.algorithm.entropy_coef != 0:
-            loss = loss - config.algorithm.entropy_coef * entropy
+        sums["entropy_loss"] = _weighted_sum(stats.entropy_R, active_R, weights_R)
     return LossOutput(loss=loss, sums=_detached(sums))
 
 
@@ -78,10 +73,10 @@ def custom_loss(
     batch: MicroBatch, stats: TokenStats, scale: LossScale, config: MilesConfig
 ) -> LossOutput:
     """The user's loss (``--custom-loss-function-path``)."""
-    path = config.hooks.custom_loss_function_path
-    if path is None:
+    function = _load("custom_loss_function_path", config.hooks.custom_loss_function_path)
+    if function is None:
         raise ValueError("--loss-type custom_loss needs --custom-loss-function-path")
-    return _load(path, hooks.loss)(batch, stats, scale, config)
+    return function(batch, stats, scale, config)
 
 
 LOSSES: dict[str, Callable[[MicroBatch, TokenStats, LossScale, MilesConfig], LossOutput]] = {
@@ -109,9 +104,7 @@ def sequence_sum(values_R: Tensor, batch: MicroBatch) -> Tensor:
     return sums_S.index_add(0, batch.sequence_R, values_R)
 
 
-@cache
-def _load(path: str, expected: Callable[..., Any]) -> Callable[..., Any]:
-    return load_function(path, expected)
+_load = cache(load_hook)
 
 
 def _weighted_sum(values_R: Tensor, active_R: Tensor, weights_R: Tensor) -> Tensor:
@@ -219,13 +212,14 @@ def _engine_corrections(
     """Truncated importance weights trainer / engine; exactly 1 where the engine gave nothing."""
     assert tokens.engine_R is not None
     assert tokens.compared_R is not None
-    algorithm, path = config.algorithm, config.hooks.custom_tis_function_path
+    algorithm = config.algorithm
+    function = _load("custom_tis_function_path", config.hooks.custom_tis_function_path)
     log_ratio_R = log_ratio(tokens.trainer_R, tokens.engine_R)
     full_R = bounded_exp(log_ratio_R)
-    if path is None:
+    if function is None:
         weights_R = full_R.clamp(algorithm.tis_clip_low, algorithm.tis_clip)
     else:
-        weights_R = _load(path, hooks.importance_weights)(log_ratio_R, batch, config).detach()
+        weights_R = function(log_ratio_R, batch, config).detach()
     weights_R = torch.where(tokens.compared_R, weights_R, 1.0)
     return weights_R, {
         "tis": tokens.mean(full_R),

@@ -69,7 +69,7 @@ def lengths_fit_the_context(config: MilesConfig, given: Given) -> list[Problem]:
 
 
 def engines_fit_their_gpus(config: MilesConfig, given: Given) -> list[Problem]:
-    """The engines' GPUs divide into engines, and an engine sits on one node."""
+    """The engines' GPUs divide into engines."""
     cluster = config.cluster
     total, each = cluster.rollout_num_gpus, cluster.rollout_num_gpus_per_engine
     if not needs_engines(config) or each < 1:
@@ -80,10 +80,6 @@ def engines_fit_their_gpus(config: MilesConfig, given: Given) -> list[Problem]:
         if cluster.colocate:
             remedy += " (with --colocate the engines have the trainer's GPUs)"
         dests = ("rollout_num_gpus", "rollout_num_gpus_per_engine")
-        problems.append(problem(config, *dests, remedy=remedy))
-    if each > cluster.num_gpus_per_node:
-        remedy = "an engine must fit on one node"
-        dests = ("rollout_num_gpus_per_engine", "num_gpus_per_node")
         problems.append(problem(config, *dests, remedy=remedy))
     return problems
 

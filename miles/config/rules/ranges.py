@@ -56,7 +56,6 @@ RANGES: dict[str, Range] = {
     "actor_num_gpus_per_node": COUNT,
     "rollout_num_gpus": COUNT,
     "rollout_num_gpus_per_engine": COUNT,
-    "num_gpus_per_node": COUNT,
     "distributed_timeout_minutes": COUNT,
     "placement_timeout_s": POSITIVE,
     "num_rollout": COUNT,

@@ -1,6 +1,7 @@
 """``--train-backend`` → class → one actor per trainer rank, each with its environment."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -42,8 +43,9 @@ class _Process:
         )
         logging.setup(f"trainer {rank}", level=logging.INFO if rank == 0 else logging.WARNING)
 
-    def update_weights_at(self, addresses: EngineAddresses) -> int:
-        """``update_weights`` for engines given by address; connections are kept while they stay."""
+    def update_weights_at(self, addresses: EngineAddresses) -> tuple[int, Mapping[str, float]]:
+        """``update_weights`` for engines given by address; connections are kept while they stay.
+        Returns the version, and the seconds of each phase."""
         assert isinstance(self, TrainRayActor)
         if self._engines is None or addresses != self._addresses:
             if self._engines is not None:
@@ -51,7 +53,7 @@ class _Process:
             timeout_s = self.config.weight_sync.update_weight_timeout_s
             self._engines = HttpEngineSet.of(addresses, timeout_s=timeout_s)
             self._addresses = addresses
-        return self.update_weights(self._engines)
+        return self.update_weights(self._engines), self.weight_update_seconds()
 
     def dp_rank(self) -> int:
         assert isinstance(self, TrainRayActor)

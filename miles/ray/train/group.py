@@ -1,5 +1,6 @@
 """``TrainGroup``: the trainer ranks as one object; fans the six methods out."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from miles.config.derived import needs_reference
@@ -52,9 +53,12 @@ class TrainGroup:
         )
         return stats[0]
 
-    async def update_weights(self, engines: EngineAddresses, *, during: str) -> int:
-        versions = await self._all("update_weights_at", engines, during=during)
-        return versions[0]
+    async def update_weights(
+        self, engines: EngineAddresses, *, during: str
+    ) -> tuple[int, Mapping[str, float]]:
+        """The new version, and rank 0's seconds by phase."""
+        answers = await self._all("update_weights_at", engines, during=during)
+        return answers[0]
 
     async def save_model(self, rollout_id: int, *, force_sync: bool) -> None:
         await self._all(

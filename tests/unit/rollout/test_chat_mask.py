@@ -1,5 +1,5 @@
-"""Masks are checked against the template's own rendering of the whole conversation, by transformers,
-and against spans found by hand in it."""
+"""Masks are checked against the rendering of the whole conversation by transformers, and against
+spans found by hand in it."""
 
 from typing import Any
 
@@ -14,7 +14,8 @@ APPEND_ONLY = (
     "<|im_end|>\n{% endif %}"
     "{% for message in messages %}"
     "{% if message['role'] == 'tool' %}"
-    "{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}<|im_start|>user\n{% endif %}"
+    "{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}<|im_start|>user\n"
+    "{% endif %}"
     "<tool_response>{{ message['content'] }}</tool_response>"
     "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}<|im_end|>\n{% endif %}"
     "{% else %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endif %}"

@@ -65,7 +65,7 @@ def test_the_first_groups_make_the_batch_and_the_surplus_comes_first_next_time(
     tokenizer: Any,
 ) -> None:
     fast = {"p1", "p3"}
-    collector, engines = collector_of(
+    collector, _ = collector_of(
         tokenizer,
         lambda text, request: "x<eos>" if text in fast else None,
         over_sampling_batch_size=4,
@@ -165,7 +165,7 @@ def test_a_resumed_collector_goes_on_like_the_one_that_was_not_stopped(tokenizer
 
 
 def test_the_state_during_a_rollout_is_the_one_before_it(tokenizer: Any) -> None:
-    collector, engines = collector_of(tokenizer, slow_unless("p0"))
+    collector, _ = collector_of(tokenizer, slow_unless("p0"))
 
     async def run() -> tuple[Any, Any]:
         before = collector.state_dict()

@@ -1,6 +1,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +10,10 @@ from miles.contracts.engine import GenerateRequest
 from miles.contracts.hooks import GenerateContext
 from miles.contracts.types import Prompt, Sample, Status
 from miles.rollout.chat_template import ChatTemplateError
-from miles.rollout.multi_turn import generate, parse_tool_call
-from miles.rollout.steps import sampling_params
+from miles.rollout.multi_turn import check, generate, parse_tool_call
+from miles.rollout.steps import sampling_params, seeded
 from scripts.made_models import make_tokenizer
-from tests.unit.rollout.scripted import ScriptedEngines, made_config
+from tests.unit.rollout.scripted import ScriptedEngines, made_config, made_prompt
 from tests.unit.rollout.test_chat_mask import APPEND_ONLY
 
 HERE = "tests.unit.rollout.test_multi_turn"
@@ -35,38 +36,43 @@ async def multiply_async(name: str, arguments: dict[str, Any], metadata: Mapping
     return multiply(name, arguments, metadata)
 
 
+def tokenizer_with(template: str) -> Any:
+    tokenizer: Any = make_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def prompt_of(tokenizer: Any, tools: tuple[dict[str, Any], ...] | None = None) -> Prompt:
+    text = tokenizer.apply_chat_template(
+        [USER], tools=tools, tokenize=False, add_generation_prompt=True
+    )
+    return made_prompt(0, tokenizer, text, messages=(USER,), tools=tools)
+
+
+def context_of(engines: ScriptedEngines, **changes: Any) -> GenerateContext:
+    changes.setdefault("generate_execute_tool_function_path", f"{HERE}.multiply")
+    changes.setdefault("rollout_max_response_len", 400)
+    config = made_config(**changes)
+    return GenerateContext(
+        config=config,
+        engines=engines,
+        tokenizer=engines.tokenizer,
+        params=sampling_params(config, evaluation=False),
+        num_samples=config.data.n_samples_per_prompt,
+        evaluation=False,
+        first_index=0,
+    )
+
+
 def run(
     answer: Callable[[str, GenerateRequest], str | None],
     template: str = APPEND_ONLY,
     tools: tuple[dict[str, Any], ...] | None = None,
     **changes: Any,
 ) -> tuple[list[Sample], ScriptedEngines]:
-    tokenizer: Any = make_tokenizer()
-    tokenizer.chat_template = template
-    changes.setdefault("generate_execute_tool_function_path", f"{HERE}.multiply")
-    changes.setdefault("rollout_max_response_len", 400)
-    config = made_config(**changes)
-    text = tokenizer.apply_chat_template(
-        [USER], tools=tools, tokenize=False, add_generation_prompt=True
-    )
-    prompt = Prompt(
-        group_id=0,
-        text=text,
-        tokens=tuple(tokenizer.encode(text)),
-        messages=(USER,),
-        tools=tools,
-    )
-    engines = ScriptedEngines(tokenizer, answer)
-    context = GenerateContext(
-        config=config,
-        engines=engines,
-        tokenizer=tokenizer,
-        params=sampling_params(config, evaluation=False),
-        num_samples=config.data.n_samples_per_prompt,
-        evaluation=False,
-        first_index=0,
-    )
-    return asyncio.run(generate(prompt, context)), engines
+    engines = ScriptedEngines(tokenizer_with(template), answer)
+    prompt = prompt_of(engines.tokenizer, tools)
+    return asyncio.run(generate(prompt, context_of(engines, **changes))), engines
 
 
 def two_calls_then_answer(text: str, request: GenerateRequest) -> str:
@@ -177,57 +183,21 @@ def test_a_template_that_rewrites_history_is_refused_by_name() -> None:
 
 
 def test_later_turns_draw_other_noise() -> None:
-    from dataclasses import replace
-
-    from miles.rollout.steps import seeded
-
-    tokenizer: Any = make_tokenizer()
-    tokenizer.chat_template = APPEND_ONLY
-    config = made_config(
-        deterministic_rollout=True,
-        rollout_max_response_len=400,
-        generate_execute_tool_function_path=f"{HERE}.multiply",
-    )
-    engines = ScriptedEngines(tokenizer, two_calls_then_answer)
-    context = GenerateContext(
-        config=config,
-        engines=engines,
-        tokenizer=tokenizer,
-        params=sampling_params(config, evaluation=False),
-        num_samples=2,
-        evaluation=False,
-        first_index=0,
-    )
-    text = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
-    prompt = Prompt(group_id=0, text=text, tokens=tuple(tokenizer.encode(text)), messages=(USER,))
-    asyncio.run(generate(prompt, seeded(replace(context), 0)))
+    engines = ScriptedEngines(tokenizer_with(APPEND_ONLY), two_calls_then_answer)
+    context = seeded(context_of(engines, deterministic_rollout=True), 0)
+    asyncio.run(generate(prompt_of(engines.tokenizer), context))
     seeds = [seed for r in engines.requests for seed in r.params.sampling_seeds or ()]
     assert len(seeds) == len(set(seeds)) == 4
 
 
 def test_an_aborted_conversation_goes_on_in_its_turn() -> None:
-    from dataclasses import replace
-
-    tokenizer: Any = make_tokenizer()
-    tokenizer.chat_template = APPEND_ONLY
-    config = made_config(
-        n_samples_per_prompt=1,
-        rollout_max_response_len=400,
-        generate_execute_tool_function_path=f"{HERE}.multiply",
+    engines = ScriptedEngines(
+        tokenizer_with(APPEND_ONLY),
+        lambda text, request: None if "response" in text else TWO_CALLS,
+        partial="it is ",
     )
-    engines = ScriptedEngines(tokenizer, lambda t, r: None if "response" in t else TWO_CALLS)
-    engines.partial = "it is "
-    context = GenerateContext(
-        config=config,
-        engines=engines,
-        tokenizer=tokenizer,
-        params=sampling_params(config, evaluation=False),
-        num_samples=1,
-        evaluation=False,
-        first_index=0,
-    )
-    text = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
-    prompt = Prompt(group_id=0, text=text, tokens=tuple(tokenizer.encode(text)), messages=(USER,))
+    context = context_of(engines, n_samples_per_prompt=1)
+    prompt = prompt_of(engines.tokenizer)
 
     async def abort_in_second_turn() -> list[Sample]:
         task = asyncio.ensure_future(generate(prompt, context))
@@ -250,3 +220,15 @@ def test_an_aborted_conversation_goes_on_in_its_turn() -> None:
 
 def test_arguments_may_be_json_text() -> None:
     assert parse_tool_call('{"name": "f", "arguments": "{\\"a\\": 1}"}') == ("f", {"a": 1})
+
+
+def test_what_the_function_needs_is_asked_for_when_flags_are_parsed() -> None:
+    path = "miles.rollout.multi_turn.generate"
+    problems = check(made_config(custom_generate_function_path=path))
+    assert [p.flag for p in problems] == [
+        "--generate-execute-tool-function-path",
+        "--apply-chat-template",
+    ]
+    assert check(made_config()) == []
+    complete = {"generate_execute_tool_function_path": "m.f", "apply_chat_template": True}
+    assert check(made_config(custom_generate_function_path=path, **complete)) == []

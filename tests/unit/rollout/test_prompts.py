@@ -1,5 +1,7 @@
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from miles.config.errors import ConfigError
 from miles.rollout.prompts import PromptSource, check, eval_sources, make_source
-from tests.unit.rollout.scripted import made_config
+from tests.unit.rollout.scripted import ListSource, made_config
 
 
 def write_rows(path: Path, rows: list[Any]) -> str:
@@ -303,16 +305,12 @@ def test_evaluation_sets_have_their_own_keys(tmp_path: Path, tokenizer: Any) -> 
 
 
 def test_the_data_source_flag_replaces_the_source(tokenizer: Any) -> None:
-    from tests.unit.rollout.scripted import ListSource
-
     config = made_config(data_source_path="tests.unit.rollout.test_prompts.made_source")
     source = make_source(config, tokenizer)
     assert isinstance(source, ListSource)
 
 
 def made_source(config: Any, tokenizer: Any) -> Any:
-    from tests.unit.rollout.scripted import ListSource
-
     return ListSource(tokenizer)
 
 
@@ -331,9 +329,6 @@ def test_supervised_rows_need_something_to_train_on(tmp_path: Path, tokenizer: A
 
 
 def test_importing_the_module_loads_neither_torch_nor_transformers() -> None:
-    import subprocess
-    import sys
-
     code = (
         "import sys, miles.rollout.prompts; "
         "print([m for m in ('torch', 'transformers', 'reasoning_gym') if m in sys.modules])"

@@ -99,6 +99,13 @@ def test_static_micro_batches_hold_samples_of_similar_length() -> None:
     assert [schedule[0] for schedule in schedules] == [[(1, 3)], [(0, 2)]]
 
 
+def test_a_rank_that_got_more_before_gets_less_next() -> None:
+    # Rounds of two: 9 and 8, then 4 and 1. The totals are 10 and 12, not 13 and 9.
+    lengths = [9, 8, 4, 1]
+    schedules = split(lengths, steps_of(4, 4), 2, token_budget=None, micro_batch_size=1)
+    assert loads(schedules, lengths, 0) == [10, 12]
+
+
 def test_micro_batches_that_run_together_are_alike() -> None:
     lengths = made_lengths(400, 3)
     schedules = split(lengths, steps_of(400, 400), 4, token_budget=4096, micro_batch_size=1)

@@ -4,14 +4,26 @@ Jobs return plain values, and tensors as bytes: what is compared is compared bit
 """
 
 import dataclasses
+import os
+import resource
+import signal
+from collections.abc import Generator
+from concurrent.futures import wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from miles.backends.fsdp_utils.actor import FSDPTrainRayActor
+from miles.backends.fsdp_utils.model import HeadOptions
+from miles.backends.fsdp_utils.offload import local_tensor
+from miles.backends.fsdp_utils.weights import export_hf
+from miles.backends.training_utils.checkpoints import read_tracker
+from miles.backends.training_utils.packing import build_micro_batches
 from miles.config.algorithm import AlgorithmConfig
 from miles.config.checkpoint import CheckpointConfig
 from miles.config.cluster import ClusterConfig
@@ -20,7 +32,16 @@ from miles.config.fsdp import FsdpConfig
 from miles.config.optimizer import OptimizerConfig
 from miles.config.rollout import RolloutConfig
 from miles.config.root import MilesConfig
-from miles.contracts.types import Group, Prompt, Sample, Status, TrainBatch
+from miles.contracts.types import (
+    Group,
+    LossOutput,
+    MicroBatch,
+    Prompt,
+    Sample,
+    Status,
+    TokenStats,
+    TrainBatch,
+)
 from miles.rollout.batch import make_batches
 
 VOCABULARY = 64
@@ -119,3 +140,210 @@ def train_rollouts(
     weights = weights_of(actor)
     actor.shutdown()
     return {"first": resumed_at, "steps": steps, "metrics": metrics, "weights": weights}
+
+
+def log_probs_of(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
+    """Log-probs and entropies by sample index, and how the model was set up."""
+    actor, _ = start(config)
+    shard = rollouts[0][actor.parallel.rank]
+    steps = build_micro_batches(
+        shard, packed=config.data.use_dynamic_batch_size, device=torch.device("cpu")
+    )
+    by_sample: dict[int, list[tuple[float, float]]] = {}
+    for batch in (b for step in steps for b in step):
+        options = HeadOptions(config.rollout.rollout_temperature, chunk_size=3)
+        stats = actor.ops.model.token_stats(batch, options, with_entropy=True)
+        assert stats.entropy_R is not None
+        (again,) = actor.ops.log_probs([batch], weights="actor")
+        # The pass without gradient takes other chunks of tokens.
+        torch.testing.assert_close(again, stats.log_probs_R.detach(), atol=1e-5, rtol=0)
+        for row, position in enumerate(batch.sample_positions):
+            chosen = batch.sequence_R == row
+            by_sample[int(shard.sample_indices[position])] = list(
+                zip(
+                    stats.log_probs_R[chosen].tolist(),
+                    stats.entropy_R[chosen].tolist(),
+                    strict=True,
+                )
+            )
+    model = actor.ops.model
+    return {"stats": by_sample, "fused": model.fuse_head, "attention": model.attention}
+
+
+def weights_awake_and_asleep(config: MilesConfig) -> tuple[list[str], Weights, Weights, Weights]:
+    """Names in order, and the weights before sleep, asleep and awake again."""
+    actor, _ = start(config)
+    names = [weight.name for weight in actor.ops.hf_weights()]
+    before = weights_of(actor)
+    actor.sleep()
+    asleep = weights_of(actor)
+    actor.wake_up()
+    return names, before, asleep, weights_of(actor)
+
+
+def train_with_naps(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
+    """Train, sleeping twice over after each rollout; report what was freed meanwhile."""
+    actor, _ = start(config, with_ref=config.algorithm.use_kl_loss)
+    steps: list[Any] = []
+    held_asleep: set[int] = set()
+    refused = 0
+    for rollout_id, shards in enumerate(rollouts):
+        steps += actor.train(rollout_id, shards[actor.parallel.rank]).steps
+        for _ in range(2):
+            actor.sleep()
+        state = actor.ops.store._state()
+        held_asleep |= {local_tensor(t).untyped_storage().nbytes() for t in state.values()}
+        try:
+            actor.train(rollout_id, shards[actor.parallel.rank])
+        except RuntimeError:
+            refused += 1
+        for _ in range(2):
+            actor.wake_up()
+    return {
+        "steps": steps,
+        "weights": weights_of(actor),
+        "held": held_asleep,
+        "refused": refused,
+        "kinds": sorted({name.rpartition(".")[2] for name in actor.ops.store._state()}),
+    }
+
+
+def export(config: MilesConfig, directory: str, shard_bytes: int, limit: int | None) -> Weights:
+    """Export; with ``limit`` no file may grow beyond so many bytes (as on a full disk)."""
+    actor, _ = start(config)
+    stream, weights = actor.ops.hf_weights(), actor.ops.model.weights
+    source = config.rollout.hf_checkpoint
+    assert source is not None
+    with file_size_limit(limit):
+        export_hf(directory, source, weights, stream, shard_bytes=shard_bytes)
+    return weights_of(actor)
+
+
+@contextmanager
+def file_size_limit(limit: int | None) -> Generator[None]:
+    """Writing further raises ``OSError``, on rank 0 alone."""
+    if limit is None or os.environ["RANK"] != "0":
+        yield
+        return
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def attempt_saves(
+    config: MilesConfig, rollouts: list[list[TrainBatch]], limit: int | None
+) -> dict[str, Any]:
+    """Save after each rollout, the second under ``file_size_limit``; report what was raised."""
+    actor, _ = start(config)
+    errors: list[str] = []
+    for rollout_id, shards in enumerate(rollouts):
+        actor.train(rollout_id, shards[actor.parallel.rank])
+        with file_size_limit(limit if rollout_id == 1 else None):
+            try:
+                actor.save_model(rollout_id)
+                if config.checkpoint.async_save:
+                    # The limit is the process's: the thread must write under it.
+                    wait([actor._checkpointer._in_flight])
+            except Exception as error:  # reported
+                errors.append(f"{rollout_id}: {error}")
+    actor.shutdown()
+    return {"errors": errors}
+
+
+def save_in_background(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
+    """Save asynchronously, train on at once, then save with ``force_sync``."""
+    actor, _ = start(config)
+    weights: list[Weights] = []
+    trackers: list[int | None] = []
+    save = config.checkpoint.save
+    assert save is not None
+    for rollout_id, shards in enumerate(rollouts):
+        actor.train(rollout_id, shards[actor.parallel.rank])
+        weights.append(weights_of(actor))
+        last = rollout_id == len(rollouts) - 1
+        actor.save_model(rollout_id, force_sync=last)
+        if last:
+            trackers.append(read_tracker(save))
+    actor.shutdown()
+    return {"weights": weights, "trackers": trackers}
+
+
+def load_and_report(config: MilesConfig) -> dict[str, Any]:
+    """What a start from ``--load`` finds."""
+    actor, first = start(config, with_ref=config.algorithm.ref_update_interval is not None)
+    optimizer = actor.ops.optimizer
+    moments = {
+        name: as_bytes(full(tensor))
+        for name, tensor in optimizer.state_tensors().items()
+        if name.endswith(("exp_avg", "step"))
+    }
+    ref = {} if actor.ops.ref is None else actor.ops.ref.persistent_tensors()
+    result = {
+        "first": first,
+        "weights": weights_of(actor),
+        "moments": moments,
+        "rate": optimizer.schedule.get_last_lr()[0],
+        "rng": as_bytes(torch.get_rng_state()),
+        "ref": {name: as_bytes(full(tensor)) for name, tensor in ref.items()},
+    }
+    actor.shutdown()
+    return result
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def step_with_a_bad_gradient(
+    config: MilesConfig, rollouts: list[list[TrainBatch]], bad: float
+) -> dict[str, Any]:
+    """A good step, one whose loss is ``bad`` on rank 1 alone, and a good one."""
+    actor, _ = start(config)
+    batches = build_micro_batches(
+        rollouts[0][actor.parallel.rank], packed=True, device=torch.device("cpu")
+    )[0]
+
+    def loss(batch: MicroBatch, stats: TokenStats) -> LossOutput:
+        mean = -stats.log_probs_R.sum() / 100
+        return LossOutput(loss=mean * factor, sums={"tokens": batch.loss_mask_R.sum()})
+
+    steps: list[Any] = []
+    states: list[Any] = []
+    for number in range(3):
+        factor = bad if number == 1 and actor.parallel.rank == 1 else 1.0
+        steps.append(actor.ops.optimizer_step(batches, loss))
+        moments = {n: as_bytes(full(t)) for n, t in actor.ops.optimizer.state_tensors().items()}
+        states.append((weights_of(actor), moments))
+    scale = actor.ops.optimizer.scale
+    return {"steps": steps, "states": states, "scale": (scale.value, scale.good_steps)}
+
+
+def reference_over_rollouts(
+    config: MilesConfig, rollouts: list[list[TrainBatch]]
+) -> list[dict[str, list[float]]]:
+    """Log-probs of one micro-batch under policy and reference, before and after each rollout."""
+    actor, _ = start(config, with_ref=True)
+    batch = build_micro_batches(rollouts[0][0], packed=True, device=torch.device("cpu"))[0][0]
+    seen: list[dict[str, list[float]]] = []
+    for rollout_id in range(len(rollouts) + 1):
+        policy, ref = (
+            actor.ops.log_probs([batch], weights=w)[0].tolist() for w in ("actor", "ref")
+        )
+        seen.append({"policy": policy, "ref": ref})
+        if rollout_id < len(rollouts):
+            actor.train(rollout_id, rollouts[rollout_id][actor.parallel.rank])
+    return seen
+
+
+def stored_dtypes(config: MilesConfig) -> set[str]:
+    actor, _ = start(config)
+    parameters = {str(p.dtype) for p in actor.ops.model.module.parameters()}
+    moments = {
+        str(t.dtype) for n, t in actor.ops.optimizer.state_tensors().items() if "exp_avg" in n
+    }
+    return parameters | moments

@@ -28,6 +28,7 @@ class BigramOps:
         )
         self.reference = (self.embedding.detach() * 0.9, self.head.detach() * 1.1)
         self.log_prob_passes: list[tuple[WeightsTag, int]] = []
+        self.steps: list[Sequence[MicroBatch]] = []
 
     def forward(self, batch: MicroBatch, weights: tuple[Tensor, Tensor]) -> TokenStats:
         embedding, head = weights
@@ -52,6 +53,7 @@ class BigramOps:
         return results
 
     def optimizer_step(self, batches: Sequence[MicroBatch], loss: LossFn) -> StepStats:
+        self.steps.append(batches)
         parameters = (self.embedding, self.head)
         total = torch.zeros(())
         sums: dict[str, Tensor] = {}

@@ -80,7 +80,7 @@ def squared_loss(
     return LossOutput(loss=loss, sums={"squared": loss.detach()})
 
 
-def mask_above_one(log_ratio_R: Tensor, batch: MicroBatch, config: MilesConfig) -> Tensor:
-    """A user's importance weights: the ratio, or 0 where it is above 1."""
+def mask_from_one(log_ratio_R: Tensor, batch: MicroBatch, config: MilesConfig) -> Tensor:
+    """A user's importance weights: the ratio, or 0 where it is 1 or more."""
     weights = log_ratio_R.exp()
-    return torch.where(weights > 1, 0.0, weights)
+    return torch.where(weights >= 1, 0.0, weights)

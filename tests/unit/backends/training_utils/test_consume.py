@@ -150,6 +150,13 @@ def test_old_log_probs_are_fetched_in_one_pass_for_later_steps_only() -> None:
     assert [step.sums["ppo_kl"] == 0 for step in stats.steps] == [True, False, False]
 
 
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_the_first_step_compares_with_its_own_log_probs(kl_coef: float) -> None:
+    ops, _ = train(eleven_samples(), made_config(step=4, budget=1000, kl_coef=kl_coef))
+    missing = [[batch.old_log_probs_R is None for batch in step] for step in ops.steps]
+    assert missing == [[True], [False], [False]]
+
+
 def test_engine_log_probs_as_old_policy_need_no_pass() -> None:
     ops, stats = train(eleven_samples(), made_config(step=4, use_rollout_logprobs=True))
     assert ops.log_prob_passes == []

@@ -223,7 +223,7 @@ def test_importance_weights_can_be_the_users() -> None:
         rollout_log_probs_R=[*logs(0.1, 0.6), NAN],
         advantages_R=[1.0] * 3,
     )
-    config = with_hooks(algorithm(use_tis=True), custom_tis_function_path=f"{HERE}.mask_above_one")
+    config = with_hooks(algorithm(use_tis=True), custom_tis_function_path=f"{HERE}.mask_from_one")
     output = run(config, batch, token_stats(logs(0.3, 0.3, 0.3)))
     assert output.loss.item() == pytest.approx(-(0 + 0.5 + 1) / 3)
 

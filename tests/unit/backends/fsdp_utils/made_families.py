@@ -1,0 +1,74 @@
+"""Tiny random checkpoints of several model families, with the character tokenizer."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from scripts.made_models import make_tokenizer
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    name: str
+    model_type: str
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+
+FAMILIES = (
+    Family("qwen3", "qwen3"),
+    Family("llama", "llama", {"tie_word_embeddings": False}),
+    Family("qwen2", "qwen2", {"tie_word_embeddings": True}),
+    Family("mistral_window", "mistral", {"sliding_window": 5}),
+    Family(
+        "qwen3_mixed_window",
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
+    Family("dropout", "llama", {"attention_dropout": 0.5}),
+)
+CHANGES_LOGITS = (Family("granite", "granite", {"logits_scaling": 4.0}),)
+LEAKS = (
+    # A recurrent layer, whose state transformers carries across documents of a row.
+    Family(
+        "recurrent",
+        "recurrent_gemma",
+        {"lru_width": 32, "attention_window_size": 16, "block_types": ["recurrent", "recurrent"]},
+    ),
+)
+
+
+def make_family(folder: Path, family: Family, seed: int = 3, scale: float = 0.3) -> Path:
+    """Random weights, large enough for logits that differ clearly; fp32."""
+    config = AutoConfig.for_model(family.model_type, **{**_SHAPE, **family.settings})
+    path = folder / family.name
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(std=scale)
+    model.save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path

@@ -1,0 +1,128 @@
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from miles.config.errors import ConfigError
+from miles.core.hf import CheckpointDirError
+from tests.ranks import Ranks
+from tests.unit.backends.fsdp_utils.jobs import (
+    LENGTHS,
+    log_probs_of,
+    make_config,
+    make_groups,
+    make_rollouts,
+    start,
+)
+from tests.unit.backends.fsdp_utils.made_families import (
+    CHANGES_LOGITS,
+    FAMILIES,
+    LEAKS,
+    Family,
+    make_family,
+)
+
+PADDED = {"use_dynamic_batch_size": False, "micro_batch_size": 3}
+TEMPERATURE = 0.7
+
+
+def plain_stats(path: Path) -> dict[int, list[tuple[float, float]]]:
+    """Each sample alone through transformers' eager attention, whole logits, fp32."""
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    stats: dict[int, list[tuple[float, float]]] = {}
+    for sample in (s for group in make_groups(0, LENGTHS) for s in group):
+        tokens = torch.tensor(sample.tokens)
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+        log_probs = torch.log_softmax(logits[-sample.response_length :] / TEMPERATURE, -1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        chosen = log_probs.gather(1, tokens[-sample.response_length :, None]).squeeze(1)
+        stats[sample.index] = list(zip(chosen.tolist(), entropy.tolist(), strict=True))
+    return stats
+
+
+def assert_close(answers: list[Any], plain: dict[int, list[tuple[float, float]]]) -> None:
+    found = answers[0]["stats"] | answers[1]["stats"]
+    assert set(found) == set(plain)
+    for index, values in plain.items():
+        assert torch.allclose(torch.tensor(found[index]), torch.tensor(values), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_packed_and_padded_log_probs_equal_each_document_alone(
+    two_ranks: Ranks, tmp_path: Path, family: Family
+) -> None:
+    path = make_family(tmp_path, family)
+    plain = plain_stats(path)
+    for data in ({}, PADDED):
+        config = make_config(path, data=data, rollout={"rollout_temperature": TEMPERATURE})
+        answers = two_ranks.run_well(log_probs_of, config, make_rollouts(config, 1))
+        assert answers[0]["attention"] == "miles_sdpa"
+        assert answers[0]["fused"]
+        assert_close(answers, plain)
+
+
+@pytest.mark.parametrize("family", CHANGES_LOGITS, ids=lambda family: family.name)
+def test_a_model_that_changes_its_logits_is_not_fused(
+    two_ranks: Ranks, tmp_path: Path, family: Family
+) -> None:
+    path = make_family(tmp_path, family)
+    for data in ({}, PADDED):
+        config = make_config(path, data=data, rollout={"rollout_temperature": TEMPERATURE})
+        answers = two_ranks.run_well(log_probs_of, config, make_rollouts(config, 1))
+        assert not answers[0]["fused"]
+        assert_close(answers, plain_stats(path))
+
+
+@pytest.mark.parametrize("family", LEAKS, ids=lambda family: family.name)
+def test_a_model_that_looks_across_documents_is_refused_when_packed(
+    two_ranks: Ranks, tmp_path: Path, family: Family
+) -> None:
+    path = make_family(tmp_path, family)
+    for answer in two_ranks.run(start, make_config(path)):
+        assert isinstance(answer, ConfigError)
+        assert answer.problems[0].flag == "--use-dynamic-batch-size"
+    config = make_config(path, data=PADDED, rollout={"rollout_temperature": TEMPERATURE})
+    answers = two_ranks.run_well(log_probs_of, config, make_rollouts(config, 1))
+    assert_close(answers, plain_stats(path))
+
+
+def test_a_missing_attention_package_is_refused_by_name(two_ranks: Ranks, tiny_qwen3: Path) -> None:
+    config = make_config(tiny_qwen3, fsdp={"attn_implementation": "flash_attention_3"})
+    for answer in two_ranks.run(start, config):
+        assert isinstance(answer, ConfigError)
+        assert "flash_attn_interface" in str(answer)
+
+
+def test_a_checkpoint_without_one_of_the_weights_is_refused(
+    two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_qwen3, broken)
+    tensors = load_file(broken / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    first, second = two_ranks.run(start, make_config(broken))
+    assert isinstance(first, CheckpointDirError)
+    assert "model.layers.1.mlp.up_proj.weight" in str(first)
+    assert "model.layers.1.mlp.up_proj.weight" in str(second)
+
+
+def test_a_checkpoint_of_mixed_dtypes_needs_the_fp32_master(
+    two_ranks: Ranks, tiny_qwen3_untied: Path, tmp_path: Path
+) -> None:
+    mixed = tmp_path / "mixed"
+    shutil.copytree(tiny_qwen3_untied, mixed)
+    tensors = load_file(mixed / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+    save_file(tensors, mixed / "model.safetensors", {"format": "pt"})
+    config = make_config(mixed, fsdp={"keep_fp32_master": False})
+    for answer in two_ranks.run(start, config):
+        assert isinstance(answer, ConfigError)
+        assert answer.problems[0].flag == "--no-keep-fp32-master"

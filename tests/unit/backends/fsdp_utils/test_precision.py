@@ -1,0 +1,41 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from miles.backends.fsdp_utils.precision import make_precision
+from miles.config.errors import ConfigError
+from miles.config.fsdp import FsdpConfig
+
+
+@pytest.mark.parametrize(
+    ("flags", "checkpoint", "compute", "stored", "exported"),
+    [
+        ({}, "bfloat16", "bfloat16", "float32", "bfloat16"),
+        ({}, "float32", "bfloat16", "float32", "float32"),
+        ({"fp32": True}, "bfloat16", "float32", "float32", "bfloat16"),
+        ({"fp16": True}, "bfloat16", "float16", "float32", "float16"),
+        ({"fp16": True}, "float32", "float16", "float32", "float32"),
+        ({"keep_fp32_master": False}, "bfloat16", "bfloat16", "bfloat16", "bfloat16"),
+    ],
+)
+def test_compute_storage_and_export_dtypes(
+    flags: dict[str, bool], checkpoint: str, compute: str, stored: str, exported: str
+) -> None:
+    precision = make_precision(FsdpConfig(**flags))
+    kind: torch.dtype = getattr(torch, checkpoint)
+    assert precision.compute == getattr(torch, compute)
+    assert precision.stored(kind) == getattr(torch, stored)
+    assert precision.exported(kind) == getattr(torch, exported)
+    assert precision.mixed_precision_policy().reduce_dtype == torch.float32
+
+
+def test_a_reference_is_stored_as_it_is_gathered() -> None:
+    frozen = replace(make_precision(FsdpConfig()), frozen=True)
+    assert frozen.stored(torch.float32) == torch.bfloat16
+
+
+@pytest.mark.parametrize("flags", [{"fp32": True}, {"keep_fp32_master": False}])
+def test_fp16_excludes_fp32_and_needs_the_master(flags: dict[str, bool]) -> None:
+    with pytest.raises(ConfigError, match="--fp16"):
+        make_precision(FsdpConfig(fp16=True, **flags))

@@ -1,0 +1,241 @@
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from miles.backends.training_utils import checkpoints
+from miles.config.errors import ConfigError
+
+
+def save(folder: Path, iteration: int, content: str = "weights") -> Path:
+    staging = checkpoints.prepare_staging(folder, iteration, ["model"])
+    (staging / "model").mkdir()
+    (staging / "model" / "shard").write_text(content)
+    return checkpoints.publish(folder, iteration, {"backend": "fsdp"})
+
+
+def remedy(load: Path) -> str:
+    (problem,) = checkpoints.check_load(str(load))
+    assert problem.flag == "--load"
+    with pytest.raises(ConfigError, match="--load"):
+        checkpoints.verify(checkpoints.resolve_load(str(load)) or load)
+    return str(problem)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_published_step_is_found_through_the_tracker(tmp_path: Path) -> None:
+    save(tmp_path, 7)
+    step = save(tmp_path, 12)
+    assert step == tmp_path / "iter_0000012"
+    assert (tmp_path / checkpoints.TRACKER).read_text() == "12"
+    assert checkpoints.resolve_load(str(tmp_path)) == step
+    metadata = checkpoints.verify(step)
+    assert metadata["iteration"] == 12
+    assert metadata["files"] == {"model/shard": len("weights")}
+    assert names(tmp_path) == ["iter_0000007", "iter_0000012", checkpoints.TRACKER]
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "other files", "half-written step"])
+def test_a_directory_without_checkpoints_is_a_fresh_start_with_one_line(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "runs"
+    if kind != "missing":
+        folder.mkdir()
+    if kind == "other files":
+        (folder / "metrics.jsonl").touch()
+    if kind == "half-written step":
+        (folder / "iter_0000003.tmp").mkdir()
+    monitored = logging.getLogger("miles")
+    monitored.propagate = True
+    with caplog.at_level(logging.INFO, logger="miles"):
+        assert checkpoints.resolve_load(str(folder)) is None
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert str(folder) in caplog.text
+    assert checkpoints.check_load(str(folder)) == []
+
+
+def test_no_load_flag_is_a_fresh_start() -> None:
+    assert checkpoints.resolve_load(None) is None
+
+
+@pytest.mark.parametrize("content", ["", "twelve", "-3", "release", "12\n13", "\xb2", "1.0"])
+def test_a_tracker_with_garbage_is_refused_and_names_the_steps_there(
+    tmp_path: Path, content: str
+) -> None:
+    save(tmp_path, 12)
+    (tmp_path / checkpoints.TRACKER).write_text(content, encoding="utf-8")
+    text = remedy(tmp_path)
+    assert str(tmp_path / checkpoints.TRACKER) in text
+    assert "12" in text
+
+
+def test_a_tracker_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / checkpoints.TRACKER).write_bytes(b"\xff\xfe\x00")
+    assert checkpoints.TRACKER in remedy(tmp_path)
+
+
+def test_steps_without_a_tracker_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, 12)
+    (tmp_path / checkpoints.TRACKER).unlink()
+    text = remedy(tmp_path)
+    assert "12" in text
+    assert checkpoints.TRACKER in text
+
+
+def test_a_missing_step_is_refused_with_its_path(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    (tmp_path / checkpoints.TRACKER).write_text("9")
+    text = remedy(tmp_path)
+    assert str(tmp_path / "iter_0000009") in text
+    assert "3" in text
+
+
+def test_a_step_given_instead_of_its_parent_is_refused_with_the_parent(tmp_path: Path) -> None:
+    step = save(tmp_path, 12)
+    assert repr(str(tmp_path)) in remedy(step)
+
+
+def test_a_hugging_face_directory_is_refused_with_the_flag_that_takes_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").touch()
+    (tmp_path / "model.safetensors").touch()
+    assert "--hf-checkpoint" in remedy(tmp_path)
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    (problem,) = checkpoints.check_load(str(tmp_path / "x"))
+    assert "file" in problem.remedy
+
+
+def test_a_file_cut_short_is_refused_with_path_and_step(tmp_path: Path) -> None:
+    step = save(tmp_path, 12)
+    (step / "model" / "shard").write_text("weig")
+    text = remedy(tmp_path)
+    assert str(step / "model" / "shard") in text
+    assert "step 12" in text
+    assert "4 bytes instead of 7" in text
+
+
+def test_a_file_that_is_gone_is_refused_with_path_and_step(tmp_path: Path) -> None:
+    step = save(tmp_path, 12)
+    (step / "model" / "shard").unlink()
+    assert f"{step / 'model' / 'shard'} is missing" in remedy(tmp_path)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"files": 3}'])
+def test_a_step_without_readable_metadata_is_refused(tmp_path: Path, content: str | None) -> None:
+    step = save(tmp_path, 12)
+    if content is None:
+        (step / checkpoints.METADATA).unlink()
+    else:
+        (step / checkpoints.METADATA).write_text(content)
+    assert str(step) in remedy(tmp_path)
+
+
+def test_what_the_driver_staged_survives_and_what_a_failed_attempt_left_does_not(
+    tmp_path: Path,
+) -> None:
+    staging = checkpoints.staging_dir(tmp_path, 4)
+    checkpoints.mark_requested(tmp_path, 4)
+    (staging / "rollout_state.json").touch()
+    (staging / "model").mkdir()
+    (staging / "rng_00007.safetensors").touch()
+    checkpoints.prepare_staging(tmp_path, 4, ["model", "rng_*"])
+    assert names(staging) == [checkpoints.REQUESTED, "rollout_state.json"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    save(tmp_path, 4, "first")
+    step = save(tmp_path, 4, "second")
+    assert (step / "model" / "shard").read_text() == "second"
+    assert names(tmp_path) == ["iter_0000004", checkpoints.TRACKER]
+
+
+def test_a_crash_while_a_step_is_replaced_loses_nothing(tmp_path: Path) -> None:
+    step = save(tmp_path, 4, "first")
+    checkpoints.prepare_staging(tmp_path, 4, [])
+    step.rename(step.with_name(step.name + ".old"))
+    found = checkpoints.resolve_load(str(tmp_path))
+    assert found is not None
+    assert (found / "model" / "shard").read_text() == "first"
+    checkpoints.recover(tmp_path)
+    assert names(tmp_path) == ["iter_0000004", checkpoints.TRACKER]
+    checkpoints.verify(step)
+
+
+def test_left_overs_of_a_crash_are_removed_and_complete_steps_are_not(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    for name in ("iter_0000005.tmp", "iter_0000001.gone", "iter_0000004.old"):
+        (tmp_path / name).mkdir()
+    checkpoints.recover(tmp_path)
+    assert names(tmp_path) == ["iter_0000004", checkpoints.TRACKER]
+    checkpoints.recover(tmp_path / "missing")
+
+
+def test_a_failed_publication_leaves_the_older_step_current(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    checkpoints.prepare_staging(tmp_path, 5, [])
+    (tmp_path / f"{checkpoints.TRACKER}.tmp").mkdir()
+    with pytest.raises(OSError, match=checkpoints.TRACKER):
+        checkpoints.publish(tmp_path, 5, {})
+    assert checkpoints.read_tracker(tmp_path) == 4
+    assert checkpoints.check_load(str(tmp_path)) == []
+
+
+def test_the_tracker_moves_only_after_every_file_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    trackers: list[bool] = []
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        trackers.append((tmp_path / checkpoints.TRACKER).exists())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    save(tmp_path, 4)
+    before = synced[: trackers.index(True)]
+    assert {"shard", "model", checkpoints.METADATA, "iter_0000004.tmp"} <= set(before)
+    assert before[-1] == f"{checkpoints.TRACKER}.tmp"
+    assert synced[-1] == tmp_path.name
+
+
+def test_retention_keeps_the_newest_and_those_asked_for(tmp_path: Path) -> None:
+    for iteration in (1, 2, 3):
+        if iteration == 1:
+            checkpoints.mark_requested(tmp_path, iteration)
+        save(tmp_path, iteration)
+        checkpoints.prune(tmp_path, 1)
+    assert names(tmp_path) == ["iter_0000001", "iter_0000003", checkpoints.TRACKER]
+    assert checkpoints.prune(tmp_path, None) == []
+
+
+def test_retention_never_removes_the_step_of_the_tracker(tmp_path: Path) -> None:
+    for iteration in (5, 9):
+        save(tmp_path, iteration)
+    # Somebody went back to step 5: what the run saves next is older than step 9.
+    (tmp_path / checkpoints.TRACKER).write_text("5")
+    save(tmp_path, 6)
+    assert checkpoints.prune(tmp_path, 1) == [tmp_path / "iter_0000005"]
+    assert checkpoints.resolve_load(str(tmp_path)) == tmp_path / "iter_0000006"
+
+
+def test_the_sentinel_is_seen_and_cleared(tmp_path: Path) -> None:
+    path = str(tmp_path / "save_now")
+    assert not checkpoints.sentinel_requested(None)
+    assert not checkpoints.sentinel_requested(path)
+    Path(path).touch()
+    assert checkpoints.sentinel_requested(path)
+    checkpoints.clear_sentinel(path)
+    checkpoints.clear_sentinel(path)
+    assert not checkpoints.sentinel_requested(path)
