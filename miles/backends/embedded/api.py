@@ -73,15 +73,15 @@ INFORMATION: dict[str, Callable[[Engine], Mapping[str, Any]]] = {
 def make_app(holder: Holder) -> FastAPI:
     """All routes; those that need the engine answer 503 until ``holder`` has it."""
     app = FastAPI(openapi_url=None)
-    for path, (kind, method) in COMMANDS.items():
-        app.add_api_route(path, _command(holder, kind, method), methods=["POST"])
-    for path, method in INFORMATION.items():
-        app.add_api_route(path, _information(holder, method), methods=["GET"])
     for path, handler in {
         "/generate": _generate,
         "/destroy_weights_update_group": _destroy_group,
     }.items():
         app.add_api_route(path, _bound(holder, handler), methods=["POST"])
+    for path, (kind, method) in COMMANDS.items():
+        app.add_api_route(path, _command(holder, kind, method), methods=["POST"])
+    for path, method in INFORMATION.items():
+        app.add_api_route(path, _information(holder, method), methods=["GET"])
     flush = _command(holder, protocol.Empty, Engine.flush_cache)
     app.add_api_route("/flush_cache", flush, methods=["GET"])
     for path, handler in {
@@ -172,7 +172,7 @@ async def _health_generate(engine: Engine, request: HttpRequest) -> Response:
     if engine.scheduler.paused or engine.scheduler.released:
         return await _health(engine, request)
     async with asyncio.timeout(HEALTH_TIMEOUT_S):
-        await _run(engine, probe_body(), asyncio.Event())
+        await _run(engine, probe_body())
     return Response(status_code=200)
 
 
@@ -188,24 +188,24 @@ async def _models(engine: Engine, request: HttpRequest) -> Response:
 
 async def _generate(engine: Engine, request: HttpRequest) -> Response:
     body = protocol.decode(await read_body(request), GenerateBody)
-    gone = asyncio.Event()
-    watch = asyncio.create_task(_watch_connection(request, gone))
+    left = asyncio.create_task(_client_left(request))
     try:
-        finished = await _run(engine, body, gone)
+        finished = await _run(engine, body, left)
     finally:
-        watch.cancel()
+        left.cancel()
     samples = _samples(engine, finished, body.return_logprob)
     return _answer(samples[0] if body.sampling_params.n == 1 else samples)
 
 
-async def _watch_connection(request: HttpRequest, gone: asyncio.Event) -> None:
-    while not await request.is_disconnected():
-        await request.receive()
-    gone.set()
+async def _client_left(request: HttpRequest) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
-async def _run(engine: Engine, body: GenerateBody, gone: asyncio.Event) -> Request:
-    """Generate; when the client goes away (or this task is cancelled), abort."""
+async def _run(
+    engine: Engine, body: GenerateBody, left: "asyncio.Task[None] | None" = None
+) -> Request:
+    """Generate; when the client has left (or this task is cancelled), abort."""
     loop = asyncio.get_running_loop()
     finished: asyncio.Future[Request] = loop.create_future()
 
@@ -223,14 +223,13 @@ async def _run(engine: Engine, body: GenerateBody, gone: asyncio.Event) -> Reque
     rid = body.rid or uuid.uuid4().hex
     request = engine.prepare(body, rid, deliver)
     engine.scheduler.post(lambda: engine.scheduler.accept(request))
-    leaving = asyncio.create_task(gone.wait())
     try:
-        await asyncio.wait({finished, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        ends = [finished] if left is None else [finished, left]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not finished.done():
             raise Failed("the client went away")
         return finished.result()
     finally:
-        leaving.cancel()
         if not finished.done() and engine.scheduler.alive:
             engine.scheduler.post(lambda: engine.scheduler.abort(rid))
 
