@@ -26,8 +26,9 @@ log = logging.get(__name__)
 
 WEIGHT_FORMATS = ("shm_bucket", "group", "disk")
 HEALTH_TIMEOUT_S = 20.0
-_CACHE_SHARE = 0.4
-"""Of the memory that is free after loading, what the key/value slots may come to use."""
+_HOST_SHARE, _DEVICE_SHARE = 0.25, 0.7
+"""Of the memory that is free after loading, what the key/value slots may come to use. A host is
+shared with other engines and the trainer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,10 +284,10 @@ def _context_length(asked: int | None, model: int | None) -> int:
 
 def _free_tokens(runner: Runner) -> int:
     if device.has_accelerator() and runner.model.device.type != "cpu":
-        free_bytes = torch.accelerator.get_memory_info()[0]
+        usable = torch.accelerator.get_memory_info()[0] * _DEVICE_SHARE
     else:
-        free_bytes = psutil.virtual_memory().available
-    return max(1, int(free_bytes * _CACHE_SHARE) // runner.kv_bytes_per_token)
+        usable = psutil.virtual_memory().available * _HOST_SHARE
+    return max(1, int(usable) // runner.kv_bytes_per_token)
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -185,15 +185,16 @@ class Scheduler:
             )
 
     def _admit(self) -> list[PromptInput]:
+        """Move what fits from the queue into rows, and see to their slots."""
         num_running, longest = len(self.rows), self.rows.longest_cached
         prompts = self.waiting.admit(self.rows)
-        if prompts:
-            slots, capacity = plan_slots(
-                (self.runner.kv.num_slots, self.runner.kv.capacity),
-                (len(self.rows), self.rows.max_length),
-                self.limits,
-            )
-            self.runner.reserve(slots, capacity, num_running, longest)
+        slots, capacity = plan_slots(
+            (self.runner.kv.num_slots, self.runner.kv.capacity),
+            self.rows,
+            max(longest + 1, self.rows.longest_cached),
+            self.limits,
+        )
+        self.runner.reserve(slots, capacity, num_running, longest)
         return prompts
 
     # Run

@@ -5,6 +5,7 @@ ends when ``--parent-pid`` does.
 """
 
 import argparse
+import gc
 import ipaddress
 import logging as std_logging
 import os
@@ -140,6 +141,9 @@ def _load(server: Server, settings: EngineSettings, ready_file: Path | None, url
     if server.should_exit:
         server.end()
         return
+    # What is loaded stays: full collections would take longer than steps.
+    gc.collect()
+    gc.freeze()
     if ready_file is not None:
         write_ready_file(ready_file, url)
     log.info("%s serves %s", url, settings.model_path)

@@ -86,14 +86,24 @@ class Waiting:
         return prompts
 
 
-def plan_slots(have: tuple[int, int], need: tuple[int, int], limits: Limits) -> tuple[int, int]:
-    """(slots, capacity) to have, given those there are and those needed.
+def plan_slots(have: tuple[int, int], rows: Rows, length: int, limits: Limits) -> tuple[int, int]:
+    """(slots, capacity) for these rows, the longest of which comes to hold ``length`` tokens.
 
-    Rounded up and never shrunk, so that slabs are rarely copied, unless that breaks the limit.
+    Grows in large steps, so that slabs are rarely copied, and only as sequences do: most end long
+    before their token limit.
     """
-    slots = min(limits.max_rows, 1 << (need[0] - 1).bit_length())
-    capacity = min(limits.context_length, -(-need[1] // _SLOT_ROUNDING) * _SLOT_ROUNDING)
-    for wanted in ((max(have[0], slots), max(have[1], capacity)), (slots, capacity), need):
+    if len(rows) <= have[0] and length <= have[1]:
+        return have
+    slots = min(limits.max_rows, 1 << (len(rows) - 1).bit_length())
+    capacity = have[1]
+    if length > capacity:
+        capacity = max(_rounded(length), min(capacity * 3 // 2, _rounded(rows.max_length)))
+    for wanted in ((max(have[0], slots), capacity), (slots, capacity)):
         if wanted[0] * wanted[1] <= limits.max_total_tokens:
             return wanted
-    return need
+    # Fits: that is how rows were admitted.
+    return len(rows), rows.max_length
+
+
+def _rounded(length: int) -> int:
+    return -(-length // _SLOT_ROUNDING) * _SLOT_ROUNDING

@@ -119,13 +119,27 @@ def test_the_cache_limit_counts_every_row_at_the_longest() -> None:
     assert waiting.num_sequences == 1
 
 
-def test_slots_are_rounded_up_and_never_shrunk_within_the_limit() -> None:
+def filled(num_rows: int, max_length: int) -> Rows:
+    rows = Rows(256)
+    sequences = request(n=num_rows, prompt=1, max_new_tokens=max_length - 1).sequences
+    rows.add(sequences, 1)
+    return rows
+
+
+def test_slots_grow_in_large_steps_and_do_not_shrink() -> None:
     limits = Limits(max_rows=256, max_total_tokens=100_000, context_length=1000)
-    assert plan_slots((0, 0), (5, 40), limits) == (8, 64)
-    assert plan_slots((8, 64), (3, 10), limits) == (8, 64)
-    assert plan_slots((8, 64), (9, 10), limits) == (16, 64)
-    assert plan_slots((256, 320), (2, 900), limits) == (2, 928)
-    assert plan_slots((0, 0), (200, 990), Limits(256, 198_000, 1000)) == (200, 990)
+    assert plan_slots((0, 0), filled(5, 300), 40, limits) == (8, 64)
+    assert plan_slots((8, 64), filled(3, 300), 10, limits) == (8, 64)
+    assert plan_slots((8, 64), filled(9, 300), 10, limits) == (16, 64)
+    assert plan_slots((8, 64), filled(3, 300), 65, limits) == (8, 96)
+    assert plan_slots((8, 128), filled(3, 300), 129, limits) == (8, 192)
+    assert plan_slots((8, 256), filled(3, 300), 257, limits) == (8, 320)  # never over the need
+
+
+def test_slots_keep_the_limit_on_tokens() -> None:
+    limits = Limits(max_rows=256, max_total_tokens=100_000, context_length=1000)
+    assert plan_slots((256, 320), filled(2, 990), 900, limits) == (2, 928)
+    assert plan_slots((128, 700), filled(101, 990), 760, limits) == (101, 990)
 
 
 def test_an_admission_key_opens_in_order_when_all_its_requests_are_there() -> None:
