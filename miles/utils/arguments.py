@@ -20,7 +20,7 @@ from miles.config.root import MilesConfig
 from miles.config.rules.problems import problem
 from miles.contracts.hook_check import check_hooks
 from miles.core import hf, logging
-from miles.rollout import debug_data, prompts
+from miles.rollout import debug_data, multi_turn, prompts
 from miles.rollout.rewards import table as rewards
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -164,6 +164,7 @@ OUTSIDE_CHECKS: tuple[Callable[[MilesConfig], list[Problem]], ...] = (
     check_models,
     prompts.check,
     rewards.check,
+    multi_turn.check,
     debug_data.check,
     check_checkpoint,
     check_chat_template,

@@ -53,7 +53,7 @@ def base_flags(tiny_qwen3: Path, reverse_data: Path) -> dict[str, Any]:
         "prompt-data": reverse_data / "train.jsonl",
         "label-key": "label",
         "rollout-shuffle": True,
-        "custom-rm-path": "scripts.reverse_digits.reward",
+        "rm-type": "deterministic_random",
         "rollout-batch-size": 4,
         "n-samples-per-prompt": 4,
         "num-steps-per-rollout": 2,

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def unread_fields() -> list[str]:
-    """Config fields whose name no module outside ``config/`` takes as an attribute (or hook name)."""
+    """Config fields whose name no module outside ``config/`` takes as an attribute."""
     modules = [
         path
         for path in [*(ROOT / "miles").rglob("*.py"), ROOT / "train.py"]

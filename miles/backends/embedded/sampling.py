@@ -113,6 +113,9 @@ def inverse_cdf(probs_NV: "Tensor", draws_N: "Tensor") -> "Tensor":
     A token of probability 0 is never chosen. ``probs_NV`` need not sum to 1.
     """
     num_rows, vocabulary = probs_NV.shape
+    if vocabulary <= _BLOCK:
+        cumulated = probs_NV.double().cumsum(-1)
+        return _first_above(cumulated, draws_N[:, None] * cumulated[:, -1:])[:, 0]
     whole = vocabulary // _BLOCK
     sums = probs_NV[:, : whole * _BLOCK].view(num_rows, whole, _BLOCK).sum(-1)
     if vocabulary % _BLOCK:

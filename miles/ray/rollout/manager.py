@@ -1,5 +1,6 @@
 """``RolloutManager``: the actor that owns prompts, pool, rollout function and evaluation."""
 
+import gc
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -54,6 +55,8 @@ class RolloutManager:
     async def start(self) -> int | None:
         """Load tokenizer and prompts; return the prompts of an epoch, if there are prompts."""
         config = self._config
+        # What is loaded by now stays: without this, full collections take longer than scoring.
+        gc.freeze()
         self._tokenizer = hf.load_tokenizer(
             str(config.rollout.hf_checkpoint), config.data.chat_template_path
         )

@@ -139,19 +139,6 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
         (),
     ),
     (
-        conflict.engines_fit_their_gpus,
-        "--rollout-num-gpus-per-engine, --num-gpus-per-node",
-        (
-            "--rollout-num-gpus",
-            "4",
-            "--rollout-num-gpus-per-engine",
-            "4",
-            "--num-gpus-per-node",
-            "2",
-        ),
-        (),
-    ),
-    (
         conflict.submission_covers_the_batch,
         "--over-sampling-batch-size, --rollout-batch-size",
         ("--over-sampling-batch-size", "3"),

@@ -1,0 +1,212 @@
+"""Tokens per second of the embedded engine beside transformers' ``generate()``, in one run.
+
+Both get the same model, prompts, lengths and threads, take turns, and the table shows medians. The
+engine is measured through its HTTP client and returns log-probs, which ``generate()`` does not.
+A static batch runs until its longest sequence is done; only the tokens asked for are counted.
+
+    python benchmarks/embedded_engine.py [--model DIR] [--threads 2] [--repeats 5]
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+START_TIMEOUT_S = 300.0
+CALL_TIMEOUT_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """``num_prompts`` prompts, each with ``n`` samples; sample lengths spread over a range."""
+
+    name: str
+    num_prompts: int
+    n: int
+    prompt_tokens: int
+    shortest: int
+    longest: int
+
+    @property
+    def lengths(self) -> list[int]:
+        """New tokens of each prompt's samples."""
+        steps = max(1, self.num_prompts - 1)
+        return [
+            self.shortest + (self.longest - self.shortest) * i // steps
+            for i in range(self.num_prompts)
+        ]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.n * sum(self.lengths)
+
+    def prompts(self, vocab_size: int) -> list[list[int]]:
+        return [
+            [(7 * i + 3 * j) % (vocab_size - 8) + 4 for j in range(self.prompt_tokens)]
+            for i in range(self.num_prompts)
+        ]
+
+
+def main() -> None:
+    args = parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # read when torch is first imported
+    with tempfile.TemporaryDirectory() as folder:
+        models = {args.model.name: args.model} if args.model else make_models(Path(folder))
+        for name, path in models.items():
+            cases = [
+                Case("equal lengths", 64, 1, 46, args.new_tokens, args.new_tokens),
+                Case("lengths vary 4x", 64, 1, 46, args.new_tokens // 4, args.new_tokens),
+                Case("8 prompts x 8 samples", 8, 8, 46, args.new_tokens, args.new_tokens),
+            ]
+            if name == "demo":
+                cases.append(Case("32 prompts x 16 samples", 32, 16, 7, 6, 6))
+            show(name, args, compare(path, cases, args))
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, help="Hugging Face directory; default: made models")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--new-tokens", type=int, default=64, help="of the longest sample")
+    return parser.parse_args()
+
+
+def make_models(folder: Path) -> dict[str, Path]:
+    """0.4M and 22M parameters."""
+    from scripts.made_models import make_qwen3
+
+    demo = make_qwen3(
+        folder / "demo", hidden_size=128, intermediate_size=384, num_layers=2, head_dim=32
+    )
+    small = make_qwen3(
+        folder / "small",
+        hidden_size=512,
+        intermediate_size=1536,
+        num_layers=7,
+        num_heads=8,
+        head_dim=64,
+    )
+    return {"demo": demo, "small": small}
+
+
+def compare(
+    path: Path, cases: Sequence[Case], args: argparse.Namespace
+) -> list[tuple[Case, float, float]]:
+    """(case, seconds of generate, seconds of the engine), medians of alternating runs."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(args.threads)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+    model.generation_config.eos_token_id = None  # every sample gets its full length
+    results: list[tuple[Case, float, float]] = []
+    with engine_server(path) as url:
+        for case in cases:
+            prompts = case.prompts(model.config.vocab_size)
+            seconds: tuple[list[float], list[float]] = ([], [])
+            for repeat in range(args.repeats + 1):  # the first one warms up
+                for kept, run in zip(
+                    seconds,
+                    (
+                        lambda p=prompts, c=case: run_generate(model, p, c),
+                        lambda p=prompts, c=case: asyncio.run(run_engine(url, p, c)),
+                    ),
+                    strict=True,
+                ):
+                    elapsed = run()
+                    if repeat:
+                        kept.append(elapsed)
+            plain, engine = map(statistics.median, seconds)
+            results.append((case, plain, engine))
+    return results
+
+
+def run_generate(model: Any, prompts: list[list[int]], case: Case) -> float:
+    import torch
+
+    ids = torch.tensor(prompts)
+    start = time.perf_counter()
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=case.longest,
+        num_return_sequences=case.n,
+    )
+    elapsed = time.perf_counter() - start
+    assert output.shape == (case.num_prompts * case.n, case.prompt_tokens + case.longest)
+    return elapsed
+
+
+async def run_engine(url: str, prompts: list[list[int]], case: Case) -> float:
+    from miles.contracts.engine import GenerateRequest, SamplingParams
+    from miles.rollout.engine_client import EngineClient
+
+    client = EngineClient(url, timeout_s=CALL_TIMEOUT_S)
+    requests = [
+        GenerateRequest(
+            input_ids=ids, params=SamplingParams(max_new_tokens=length, ignore_eos=True), n=case.n
+        )
+        for ids, length in zip(prompts, case.lengths, strict=True)
+    ]
+    try:
+        await client.health()
+        start = time.perf_counter()
+        answers = await asyncio.gather(*map(client.generate, requests))
+        elapsed = time.perf_counter() - start
+    finally:
+        await client.close()
+    assert sum(len(c.output_ids) for answer in answers for c in answer) == case.num_tokens
+    return elapsed
+
+
+@contextmanager
+def engine_server(path: Path) -> Generator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        ready = Path(folder) / "ready"
+        command = [sys.executable, "-m", "miles.backends.embedded.server", "--model-path"]
+        process = subprocess.Popen(
+            [*command, str(path), "--ready-file", str(ready), "--parent-pid", str(os.getpid())]
+        )
+        try:
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while not ready.exists():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError("the engine did not start; see its messages above")
+                time.sleep(0.05)
+            yield json.loads(ready.read_text())["url"]
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def show(name: str, args: argparse.Namespace, results: Sequence[tuple[Case, float, float]]) -> None:
+    load = os.getloadavg()[0]
+    title = f"{name}: tokens/s, {args.threads} threads, median of {args.repeats} (load {load:.1f})"
+    table = Table("case", "tokens", "generate()", "engine", "engine / generate()", title=title)
+    for case, plain, engine in results:
+        speeds = [case.num_tokens / plain, case.num_tokens / engine]
+        ratio = f"{plain / engine:.2f}"
+        table.add_row(case.name, str(case.num_tokens), *(f"{s:,.0f}" for s in speeds), ratio)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
