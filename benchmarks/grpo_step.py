@@ -28,7 +28,7 @@ from scripts.smollm2 import DtypeName
 ROOT = Path(__file__).resolve().parents[1]
 TRL = "trl==1.16.*"
 SHARED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
-TRAINER_SPANS = ("ref_log_probs", "log_probs", "advantages", "train")
+TRAINER_SPANS = ("ref_log_probs", "log_probs", "advantages", "optimizer_steps")
 COLUMNS = ("step", "generate", "train", "outside")
 NUM_CORES = 2
 RUN_TIMEOUT_S = 3600.0

@@ -4,12 +4,15 @@ A supervised warm-up with our own loss, then GRPO through ``train.py``: two FSDP
 an embedded engine, weights synced and checked after every rollout, a checkpoint on disk.
 """
 
+import shutil
 import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from miles.core.tracking import read_metrics
 from miles.utils.external_utils.command_utils import FlagValue, run_train
@@ -28,6 +31,8 @@ class Demo:
     """Seed of model, data, sampling and training: the same seed gives the same run."""
     train_backend: str = "fsdp"
     """Training backend."""
+    num_warm_up: int = 30
+    """Supervised steps before it."""
     num_rollout: int = 150
     """Rollouts of reinforcement learning."""
     run_dir: Path = Path("runs/demo")
@@ -50,7 +55,7 @@ def shared_flags(demo: Demo) -> dict[str, FlagValue]:
 
 
 def warm_up(demo: Demo, folder: Path) -> Path:
-    """40 supervised steps; returns the exported model."""
+    """A few supervised steps; returns the exported model."""
     model = make_qwen3(
         folder / "model",
         alphabet=reverse_digits.ALPHABET,
@@ -67,7 +72,7 @@ def warm_up(demo: Demo, folder: Path) -> Path:
         "prompt-data": folder / "data" / "supervised.jsonl",
         "rollout-batch-size": 128,
         "micro-batch-size": 64,
-        "num-rollout": 40,
+        "num-rollout": demo.num_warm_up,
         "lr": 1e-3,
         "save": folder / "warm-checkpoints",
         "save-hf": export,
@@ -119,12 +124,14 @@ def rewards(folder: Path) -> list[float]:
 def main(demo: Demo) -> int:
     folder = demo.run_dir.resolve() / f"seed-{demo.seed}"
     if folder.exists():
-        import shutil
-
         shutil.rmtree(folder)
     print("1/2  supervised warm-up: the model sees some right answers", flush=True)
     reverse_digits.write_data(
-        folder / "data", demo.seed, num_supervised=5120, num_train=4800, num_eval=128
+        folder / "data",
+        demo.seed,
+        num_supervised=128 * demo.num_warm_up,
+        num_train=4800,
+        num_eval=128,
     )
     model = warm_up(demo, folder)
     print("2/2  reinforcement learning: it samples, is scored, and learns from that", flush=True)

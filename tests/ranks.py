@@ -62,10 +62,8 @@ class Ranks:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.kill()
+            process.join()
 
 
 def _serve(pipe: Connection) -> None:

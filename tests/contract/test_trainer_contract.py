@@ -77,7 +77,7 @@ def lives(
     with running_engine(tiny_qwen3, folder / "engine") as engine:
         engines = HttpEngineSet((engine.url,), timeout_s=60)
         first = two_ranks.run_well(first_life, config, engines, rollouts)
-    second = two_ranks.run_well(second_life, config, rollouts)
+        second = two_ranks.run_well(second_life, config, engines, rollouts)
     alone = dataclasses.replace(config, checkpoint=CheckpointConfig())
     uninterrupted = two_ranks.run_well(uninterrupted_life, alone, rollouts)
     return Lives(set(load_file(tiny_qwen3 / "model.safetensors")), first, second, uninterrupted)
@@ -117,6 +117,7 @@ def test_every_rank_streams_the_same_weights(lives: Lives) -> None:
 
 def test_updates_count_up_and_the_engine_holds_the_trained_weights(lives: Lives) -> None:
     assert [life["versions"] for life in lives.first] == [[1, 2], [1, 2]]
+    assert [life["version"] for life in lives.second] == [3, 3]
     (held,) = lives.first[0]["in the engines"]
     assert {name: held[name] for name in lives.first[0]["trained"]} == lives.first[0]["trained"]
 

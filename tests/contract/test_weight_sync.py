@@ -206,6 +206,7 @@ def test_a_failed_update_raises_on_every_rank_and_the_next_one_heals(
     assert torch.allclose(torch.tensor(completion.log_probs), reference, atol=1e-4)
 
 
+@pytest.mark.parametrize("model", ["tiny_qwen3"], indirect=True)
 def test_a_small_answer_is_not_held_back_for_an_acknowledgement(
     engines: list[EngineProcess],
 ) -> None:

@@ -40,15 +40,22 @@ def first_life(config: MilesConfig, engines: EngineSet, rollouts: Rollouts) -> d
     return seen
 
 
-def second_life(config: MilesConfig, rollouts: Rollouts) -> dict[str, Any]:
-    """Resume and go on."""
+def second_life(config: MilesConfig, engines: EngineSet, rollouts: Rollouts) -> dict[str, Any]:
+    """Resume, sync and go on."""
     actor: Any = BACKENDS.load(config.cluster.train_backend)()
     first = actor.init(config)
     resumed = _digests(actor)
+    version = actor.update_weights(engines)
     stats = [actor.train(i, rollouts[i][actor.parallel.dp_rank]) for i in range(first, 3)]
     end = _digests(actor)
     actor.shutdown()
-    return {"first": first, "resumed": resumed, "stats": stats, "end": end}
+    return {
+        "first": first,
+        "resumed": resumed,
+        "version": version,
+        "stats": stats,
+        "end": end,
+    }
 
 
 def uninterrupted_life(config: MilesConfig, rollouts: Rollouts) -> dict[str, str]:

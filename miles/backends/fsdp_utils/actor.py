@@ -193,6 +193,7 @@ class FSDPTrainRayActor(TrainRayActor):
             "rollout_id": rollout_id,
             "world_size": self.parallel.world_size,
             "seed": self.config.algorithm.seed,
+            "weight_version": self._weight_sync.version,
             "config": self.config.to_dict(),
             "dtypes": {
                 weight.name: str(weight.dtype).removeprefix("torch.")
@@ -208,6 +209,8 @@ class FSDPTrainRayActor(TrainRayActor):
                 log.warning("%s has no %s: it starts afresh", step, name)
         metadata = self._checkpointer.load(step, parts)
         self.ops.optimizer.load_schedule_state(parts["lr_scheduler"])
+        # The next update then gets the version that it would have had.
+        self._weight_sync.version = int(metadata["weight_version"])
         log.info("resumed from %s", step)
         return int(metadata["iteration"])
 

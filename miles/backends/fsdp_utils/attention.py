@@ -6,7 +6,6 @@ run together as a batch padded on the right, where causality alone keeps padding
 ``B`` documents or rows, ``L`` their padded length, ``T`` tokens, ``H`` heads, ``D`` head size.
 """
 
-import importlib.util
 import itertools
 from collections import defaultdict
 from functools import cached_property
@@ -18,13 +17,13 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from miles.backends.fsdp_utils.arguments import missing_attention_package
 from miles.config.errors import ConfigError, Problem
 from miles.core import device, distributed, logging
 
 NAME = "miles_sdpa"
 """What ``sdpa`` becomes in models that take attention functions from transformers' registry."""
 
-_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
@@ -35,20 +34,22 @@ log = logging.get(__name__)
 
 def check_requested(requested: str | None) -> None:
     """Raise ``ConfigError`` when the package of ``--attn-implementation`` is missing."""
-    package = _PACKAGES.get(requested or "")
-    if package is not None and importlib.util.find_spec(package) is None:
+    package = None if requested is None else missing_attention_package(requested)
+    if package is not None:
         remedy = f"needs the package {package}: install it, or pass sdpa"
         raise ConfigError([Problem("--attn-implementation", requested, remedy)])
 
 
-def install(model: PreTrainedModel, requested: str | None) -> str:
-    """Settle the attention of a model and return its name (logged when it was not asked for).
+def install(model: PreTrainedModel, requested: str | None, compute: torch.dtype) -> None:
+    """Settle the attention of a model; logged when it was not asked for.
 
-    Unset, it is flash_attention_2 on CUDA where installed, else what transformers chose: sdpa
-    where the model has it. ``sdpa`` then becomes the attention of this module where the model can
-    use it.
+    Unset, it is flash_attention_2 on CUDA where that is installed and can compute in this dtype,
+    else what transformers chose: sdpa where the model has it. ``sdpa`` then becomes the attention
+    of this module where the model can use it.
     """
-    if requested is None and _flash_is_installed() and model._supports_flash_attn:  # pyright: ignore[reportPrivateUsage]
+    flash = missing_attention_package("flash_attention_2") is None and compute in _KERNEL_DTYPES
+    supported = model._supports_flash_attn  # pyright: ignore[reportPrivateUsage]
+    if requested is None and device.device_type() == "cuda" and flash and supported:
         model.set_attn_implementation("flash_attention_2")
     chosen = implementation(model)
     if requested is None and distributed.rank() == 0:
@@ -58,16 +59,11 @@ def install(model: PreTrainedModel, requested: str | None) -> str:
     if chosen == "sdpa" and supported:
         AttentionInterface.register(NAME, packed_attention)
         model.set_attn_implementation(NAME)
-    return implementation(model)
 
 
 def implementation(model: PreTrainedModel) -> str:
     """The name under which transformers finds the model's attention."""
     return model.config._attn_implementation  # pyright: ignore[reportPrivateUsage, reportReturnType]
-
-
-def _flash_is_installed() -> bool:
-    return device.device_type() == "cuda" and importlib.util.find_spec("flash_attn") is not None
 
 
 def packed_arguments(name: str, cu_seqlens_S: Tensor, max_seqlen: int) -> dict[str, Any]:

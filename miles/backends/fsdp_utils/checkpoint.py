@@ -131,14 +131,15 @@ class Checkpointer:
         return distributed.broadcast_object((step / part).is_dir())
 
     def _restore_rng(self, step: Path, metadata: Mapping[str, Any]) -> None:
-        if metadata["world_size"] == distributed.world_size():
+        saved_ranks = metadata.get("world_size")
+        if saved_ranks == distributed.world_size():
             device.set_rng_state(load_file(step / _rng_file()))
             return
         seed = derived_seed(self._seed, metadata["iteration"], distributed.rank())
         torch.manual_seed(seed)
         log.info(
-            "checkpoint of %d ranks on %d: random state seeded from (seed %d, step %d, rank)",
-            metadata["world_size"],
+            "checkpoint of %s ranks on %d: random state seeded from (seed %d, step %d, rank)",
+            saved_ranks,
             distributed.world_size(),
             self._seed,
             metadata["iteration"],

@@ -63,7 +63,7 @@ class ShardedModel:
                 [Problem("--hf-checkpoint", type(module).__name__, "has no language-model head")]
             )
         self._head = head
-        pad_id = module.config.get_text_config().pad_token_id
+        pad_id = getattr(module.config.get_text_config(), "pad_token_id", None)
         self._pad_id = pad_id if isinstance(pad_id, int) and pad_id >= 0 else 0
 
     def token_stats(
@@ -196,7 +196,7 @@ def _build_on_meta(path: str, options: LoadOptions) -> PreTrainedModel:
             attn_implementation=options.attention,
             trust_remote_code=True,
         )
-    attention.install(module, options.attention)
+    attention.install(module, options.attention, options.precision.compute)
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -225,7 +225,7 @@ def _read_on_first_rank(
         try:
             weights = match_weights(module, checkpoint_dtypes(path), path)
             tensors = _read(path)
-        except (OSError, ValueError) as caught:
+        except Exception as caught:  # whatever it is, the other ranks must hear of it
             error = caught
     distributed.raise_together(error, f"loading {path}")
     for weight in weights:
@@ -258,7 +258,11 @@ def _shard(module: PreTrainedModel, mesh: DeviceMesh, precision: Precision) -> N
     """One FSDP unit per block, one per untied embedding, the rest with the root."""
     policy = precision.mixed_precision_policy()
     blocks = set(module._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
-    tied = module.config.get_text_config().tie_word_embeddings
+    if not blocks:
+        log.info("%s names no blocks: it is sharded as one unit", type(module).__name__)
+    head = module.get_output_embeddings()
+    inputs = module.get_input_embeddings().parameters()
+    tied = head is not None and any(parameter is head.weight for parameter in inputs)
     for part in list(module.modules()):
         if type(part).__name__ in blocks or (isinstance(part, nn.Embedding) and not tied):
             fully_shard(part, mesh=mesh, mp_policy=policy)

@@ -152,7 +152,8 @@ def read_metadata(step: Path) -> dict[str, Any]:
         raise _refused(step.parent, f"{reason}; {_steps(step.parent)}") from None
     except ValueError as error:
         raise _refused(step.parent, f"{step / METADATA} is not readable: {error}") from error
-    if not isinstance(metadata, dict) or not isinstance(metadata.get("files"), dict):
+    complete = isinstance(metadata, dict) and {"files", "iteration"} <= metadata.keys()
+    if not complete or not isinstance(metadata["files"], dict):
         raise _refused(step.parent, f"{step / METADATA} lists no files")
     return metadata
 

@@ -24,7 +24,7 @@ def consume(
 ) -> TrainStats:
     """Take the optimizer steps of this rank's shard. Collective over the trainer's ranks.
 
-    The spans of ``timer`` (``ref_log_probs``, ``log_probs``, ``advantages``, ``train``, and what
+    The spans of ``timer`` (``ref_log_probs``, ``log_probs``, ``advantages``, ``optimizer_steps``, and what
     the caller added before) are taken and returned as ``perf/..._time`` in seconds.
     """
     timer = timer if timer is not None else Timer()
@@ -33,7 +33,7 @@ def consume(
     if not is_supervised(config):
         steps = _prepare(ops, steps, config, timer)
     stats: list[StepStats] = []
-    with timer.span("train"):
+    with timer.span("optimizer_steps"):
         for step, num_samples, num_tokens in zip(
             steps, shard.step_num_samples, shard.step_num_tokens, strict=True
         ):

@@ -10,7 +10,7 @@ def test_outside_is_the_step_without_generating_and_training() -> None:
         {
             "perf/step_time": 10.0,
             "perf/generate_time": 4.0,
-            "perf/train_time": 3.0,
+            "perf/optimizer_steps_time": 3.0,
             "perf/log_probs_time": 1.0,
             "perf/update_weights_time": 0.5,
         }

@@ -197,3 +197,21 @@ def test_left_overs_of_a_killed_save_are_removed_at_the_next_start(
     shutil.copytree(tmp_path / "iter_0000001", tmp_path / "iter_0000002.tmp")
     assert two_ranks.run_well(load_and_report, saved)[0]["first"] == 1
     assert not (tmp_path / "iter_0000002.tmp").exists()
+
+
+@pytest.mark.full
+def test_a_checkpoint_of_hybrid_sharding_continues_on_fewer_ranks(
+    two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    hybrid = saving(make_config(tiny_qwen3, fsdp={"dp_replicate_size": 2}), tmp_path)
+    ranks = Ranks(4)
+    try:
+        rollouts = make_rollouts(hybrid, 2, dp_size=4)
+        trained = ranks.run_well(train_rollouts, hybrid, rollouts, 0, (1,))
+        found = ranks.run_well(load_and_report, hybrid)
+    finally:
+        ranks.close()
+    fewer = two_ranks.run_well(load_and_report, saving(make_config(tiny_qwen3), tmp_path))
+    for answer in (*found, *fewer):
+        assert answer["weights"] == trained[0]["weights"]
+        assert answer["moments"] == found[0]["moments"]
