@@ -62,7 +62,7 @@ def embedded_launch(config: MilesConfig, log_file: Path) -> EngineLaunch:
         command=(sys.executable, "-m", "miles.backends.embedded.server", *pairs),
         environment={
             "TOKENIZERS_PARALLELISM": "false",
-            "OMP_NUM_THREADS": device.threads_of_one(num_engines),
+            **device.thread_environment(num_engines),
         },
         log_file=str(log_file),
     )

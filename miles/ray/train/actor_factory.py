@@ -68,7 +68,7 @@ def trainer_environment(config: MilesConfig, *, on_gpu: bool) -> dict[str, str]:
         environment["NCCL_CUMEM_ENABLE"] = "0"
     else:
         ranks = config.cluster.actor_num_gpus_per_node
-        environment["OMP_NUM_THREADS"] = device.threads_of_one(ranks)
+        environment |= device.thread_environment(ranks)
     return environment | {k: str(v) for k, v in config.cluster.train_env_vars.items()}
 
 
