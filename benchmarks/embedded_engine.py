@@ -62,7 +62,9 @@ class Case:
 
 def main() -> None:
     args = parse_args()
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # read when torch is first imported
+    # Read when torch is first imported; for both sides, and as a job starts its engines.
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     with tempfile.TemporaryDirectory() as folder:
         models = {args.model.name: args.model} if args.model else make_models(Path(folder))
         for name, path in models.items():
