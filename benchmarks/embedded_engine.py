@@ -9,6 +9,7 @@ A static batch runs until its longest sequence is done; only the tokens asked fo
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import statistics
@@ -20,10 +21,13 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from miles.rollout.engine_client import EngineClient
 
 START_TIMEOUT_S = 300.0
 CALL_TIMEOUT_S = 3600.0
@@ -114,28 +118,26 @@ def compare(
     import torch
     from transformers import AutoModelForCausalLM
 
+    from miles.rollout.engine_client import EngineClient
+
     torch.set_num_threads(args.threads)
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
     model.generation_config.eos_token_id = None  # every sample gets its full length
+    gc.collect()
+    gc.freeze()  # as the rollout manager does
     results: list[tuple[Case, float, float]] = []
-    with engine_server(path) as url:
+    with engine_server(path) as url, asyncio.Runner() as runner:
+        client = EngineClient(url, timeout_s=CALL_TIMEOUT_S)
         for case in cases:
             prompts = case.prompts(model.config.vocab_size)
-            seconds: tuple[list[float], list[float]] = ([], [])
-            for repeat in range(args.repeats + 1):  # the first one warms up
-                for kept, run in zip(
-                    seconds,
-                    (
-                        lambda p=prompts, c=case: run_generate(model, p, c),
-                        lambda p=prompts, c=case: asyncio.run(run_engine(url, p, c)),
-                    ),
-                    strict=True,
-                ):
-                    elapsed = run()
-                    if repeat:
-                        kept.append(elapsed)
-            plain, engine = map(statistics.median, seconds)
-            results.append((case, plain, engine))
+            plain: list[float] = []
+            engine: list[float] = []
+            for _ in range(args.repeats + 1):
+                plain.append(run_generate(model, prompts, case))
+                engine.append(runner.run(run_engine(client, prompts, case)))
+            # The first ones warmed up.
+            results.append((case, statistics.median(plain[1:]), statistics.median(engine[1:])))
+        runner.run(client.close())
     return results
 
 
@@ -157,24 +159,18 @@ def run_generate(model: Any, prompts: list[list[int]], case: Case) -> float:
     return elapsed
 
 
-async def run_engine(url: str, prompts: list[list[int]], case: Case) -> float:
+async def run_engine(client: "EngineClient", prompts: list[list[int]], case: Case) -> float:
     from miles.contracts.engine import GenerateRequest, SamplingParams
-    from miles.rollout.engine_client import EngineClient
 
-    client = EngineClient(url, timeout_s=CALL_TIMEOUT_S)
     requests = [
         GenerateRequest(
             input_ids=ids, params=SamplingParams(max_new_tokens=length, ignore_eos=True), n=case.n
         )
         for ids, length in zip(prompts, case.lengths, strict=True)
     ]
-    try:
-        await client.health()
-        start = time.perf_counter()
-        answers = await asyncio.gather(*map(client.generate, requests))
-        elapsed = time.perf_counter() - start
-    finally:
-        await client.close()
+    start = time.perf_counter()
+    answers = await asyncio.gather(*map(client.generate, requests))
+    elapsed = time.perf_counter() - start
     assert sum(len(c.output_ids) for answer in answers for c in answer) == case.num_tokens
     return elapsed
 
