@@ -20,7 +20,7 @@ Runner = Callable[..., "subprocess.CompletedProcess[str]"]
 def ray_address() -> Iterator[str]:
     """A local cluster that runs connect to: starting one for each would take most of the time."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    context: Any = ray.init(include_dashboard=False, logging_level="ERROR")
+    context: Any = ray.init(include_dashboard=False, configure_logging=False, log_to_driver=False)
     yield context.address_info["address"]
     ray.shutdown()
 

@@ -24,8 +24,8 @@ def consume(
 ) -> TrainStats:
     """Take the optimizer steps of this rank's shard. Collective over the trainer's ranks.
 
-    The spans of ``timer`` (``ref_log_probs``, ``log_probs``, ``advantages``, ``optimizer_steps``, and what
-    the caller added before) are taken and returned as ``perf/..._time`` in seconds.
+    The spans of ``timer`` (``ref_log_probs``, ``log_probs``, ``advantages``, ``optimizer_steps``,
+    and what the caller added before) are taken and returned as ``perf/..._time`` in seconds.
     """
     timer = timer if timer is not None else Timer()
     packed = config.data.use_dynamic_batch_size
