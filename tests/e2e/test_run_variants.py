@@ -107,7 +107,8 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_numbers(
         "load": tmp_path / "ckpt",
         "save-interval": 1,
     }
-    whole = run_train({**flags, "save": None, "load": None, "run-dir": tmp_path / "whole"})
+    without_saving = {k: v for k, v in flags.items() if k not in ("save", "load", "save-interval")}
+    whole = run_train({**without_saving, "run-dir": tmp_path / "whole"})
     assert whole.returncode == 0, whole.stdout + whole.stderr
     command = [sys.executable, str(ROOT / "train.py")]
     run_dir = tmp_path / "killed"
