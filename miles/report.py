@@ -13,7 +13,7 @@ REWARD = "rollout/raw_reward"
 SMOOTHING_WINDOW = 10
 SUMMARY: tuple[tuple[str, str, str], ...] = (
     ("mean reward", REWARD, "{:.3f}"),
-    ("response tokens", "rollout/response_lengths", "{:.1f}"),
+    ("response tokens", "rollout/response_len/mean", "{:.1f}"),
     ("grad norm", "train/grad_norm", "{:.3f}"),
     ("policy KL", "train/ppo_kl", "{:.2e}"),
     ("trainer-engine log-prob difference", "train/train_rollout_logprob_abs_diff", "{:.2e}"),

@@ -9,7 +9,7 @@ from rich.table import Table
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("reward", "rollout/raw_reward", "{:.3f}"),
-    ("len", "rollout/response_lengths", "{:.1f}"),
+    ("len", "rollout/response_len/mean", "{:.1f}"),
     ("loss", "train/loss", "{:+.4f}"),
     ("kl", "train/ppo_kl", "{:.1e}"),
     ("grad", "train/grad_norm", "{:.2f}"),

@@ -20,7 +20,8 @@ def start() -> None:
     ray.init(
         include_dashboard=False,
         logging_level=logging.ERROR,
-        runtime_env={"env_vars": {"PYTHONPATH": python_path}},
+        # Progress bars of several processes at once would overwrite each other and the run's lines.
+        runtime_env={"env_vars": {"PYTHONPATH": python_path, "TQDM_DISABLE": "1"}},
     )
 
 

@@ -80,6 +80,5 @@ def _sample(prompt: Prompt, position: int, target: _Target, config: MilesConfig)
         loss_mask=list(mask[response:]),
         rollout_log_probs=[math.nan] * length,
         status=Status.COMPLETED if len(tokens) == len(target.tokens) else Status.TRUNCATED,
-        reward=0.0,
         metadata=dict(prompt.metadata),
     )

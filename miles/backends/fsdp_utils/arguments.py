@@ -94,7 +94,7 @@ _REMEDIES: Mapping[str, str] = {
 
 def check(config: MilesConfig, given: frozenset[str]) -> list[Problem]:
     """Everything that this backend cannot do as asked. Reads no file and imports no torch."""
-    return [*_layout(config), *_attention(config)]
+    return [*_layout(config), *_attention(config), *_precision(config)]
 
 
 def refuse(foreign: Foreign) -> Problem | None:
@@ -146,6 +146,13 @@ def _attention(config: MilesConfig) -> list[Problem]:
         return []
     remedy = f"needs the package {package}, which is not installed; install it or use sdpa"
     return [problem(config, "attn_implementation", remedy=remedy)]
+
+
+def _precision(config: MilesConfig) -> list[Problem]:
+    if not config.fsdp.fp16 or config.fsdp.keep_fp32_master:
+        return []
+    remedy = "Adam's second moment underflows in fp16: keep the fp32 master or compute in bf16"
+    return [problem(config, "fp16", "keep_fp32_master", remedy=remedy)]
 
 
 def _is_installed(package: str) -> bool:

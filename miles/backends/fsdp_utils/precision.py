@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from miles.config.errors import ConfigError, Problem
 from miles.config.fsdp import FsdpConfig
 
 
@@ -43,12 +42,7 @@ class Precision:
 
 
 def make_precision(config: FsdpConfig) -> Precision:
-    """Read the precision flags. Raises ``ConfigError`` for combinations that cannot train."""
-    if config.fp16 and config.fp32:
-        raise ConfigError([Problem("--fp16, --fp32", True, "choose one compute dtype")])
-    if config.fp16 and not config.keep_fp32_master:
-        remedy = "Adam's second moment underflows in fp16: keep the fp32 master or compute in bf16"
-        raise ConfigError([Problem("--fp16, --no-keep-fp32-master", True, remedy)])
+    """Read the precision flags; ``arguments.check`` has refused what cannot train."""
     compute = torch.bfloat16
     if config.fp16:
         compute = torch.float16

@@ -60,6 +60,7 @@ class RolloutManager:
         self._tokenizer = hf.load_tokenizer(
             str(config.rollout.hf_checkpoint), config.data.chat_template_path
         )
+        self._config = config = with_context_length(config)
         self._eval_sets = eval_sources(config, self._tokenizer)
         if config.observability.load_debug_rollout_data is not None:
             return None
@@ -168,6 +169,17 @@ def readable(groups: list[Group], limit: int = 4) -> list[dict[str, Any]]:
         for group in groups[:limit]
         if group
     ]
+
+
+def with_context_length(config: MilesConfig) -> MilesConfig:
+    """Bound prompt and response by what the engines serve, where no flag does."""
+    rollout = config.rollout
+    if rollout.rollout_max_context_len is not None:
+        return config
+    length = rollout.sglang_context_length
+    if length is None:
+        length = hf.context_length(hf.load_config(str(rollout.hf_checkpoint)))
+    return replace(config, rollout=replace(rollout, rollout_max_context_len=length))
 
 
 def with_num_rollout(config: MilesConfig, num_prompts: int | None) -> MilesConfig:

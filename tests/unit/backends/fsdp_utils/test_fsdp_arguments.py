@@ -35,6 +35,11 @@ def test_context_parallelism_is_refused_with_the_backend_and_the_remedy() -> Non
     assert "--train-backend megatron" in problem.remedy
 
 
+def test_fp16_needs_the_fp32_master() -> None:
+    (problem,) = check(config(fp16=True, keep_fp32_master=False), frozenset())
+    assert problem.flag == "--fp16, --no-keep-fp32-master"
+
+
 def test_an_attention_whose_package_is_missing_is_refused() -> None:
     assert missing_attention_package("sdpa") is None
     assert missing_attention_package("eager") is None

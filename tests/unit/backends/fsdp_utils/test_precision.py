@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from miles.backends.fsdp_utils.precision import make_precision
-from miles.config.errors import ConfigError
 from miles.config.fsdp import FsdpConfig
 
 
@@ -33,9 +32,3 @@ def test_compute_storage_and_export_dtypes(
 def test_a_reference_is_stored_as_it_is_gathered() -> None:
     frozen = replace(make_precision(FsdpConfig()), frozen=True)
     assert frozen.stored(torch.float32) == torch.bfloat16
-
-
-@pytest.mark.parametrize("flags", [{"fp32": True}, {"keep_fp32_master": False}])
-def test_fp16_excludes_fp32_and_needs_the_master(flags: dict[str, bool]) -> None:
-    with pytest.raises(ConfigError, match="--fp16"):
-        make_precision(FsdpConfig(fp16=True, **flags))
