@@ -5,9 +5,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from miles.utils.arguments import parse_args
-
 from miles.config.root import MilesConfig
+from miles.utils.arguments import parse_args
 
 
 async def train(config: MilesConfig) -> None:
