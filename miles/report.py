@@ -49,9 +49,9 @@ def draw_reward(run_dir: Path, title: str | None = None) -> Path | None:
     axes.plot(steps, rewards, color="tab:blue", alpha=0.3, linewidth=1)
     axes.plot(steps, smooth(rewards), color="tab:blue", linewidth=2, label="sampled reward")
     names = sorted({key for row in rows for key in row if _is_eval_score(key)})
-    for name in names:
-        eval_steps, scores = series(rows, name)
-        axes.plot(eval_steps, scores, marker="o", markersize=4, linewidth=1, label=name)
+    for position, name in enumerate(names):
+        color = f"C{position + 1}"
+        axes.plot(*series(rows, name), color=color, marker="o", markersize=4, label=name)
     axes.set_xlabel("rollouts")
     axes.set_ylabel("mean reward")
     axes.set_title(title or run_dir.name)
