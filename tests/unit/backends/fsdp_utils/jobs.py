@@ -323,6 +323,22 @@ def step_with_a_bad_gradient(
     return {"steps": steps, "states": states, "scale": (scale.value, scale.good_steps)}
 
 
+def step_with_a_constant_loss(
+    config: MilesConfig, rollouts: list[list[TrainBatch]]
+) -> dict[str, Any]:
+    """One step of a loss that does not depend on the model."""
+    actor, _ = start(config)
+    batches = build_micro_batches(
+        rollouts[0][actor.parallel.rank], packed=True, device=torch.device("cpu")
+    )[0]
+
+    def loss(batch: MicroBatch, stats: TokenStats) -> LossOutput:
+        return LossOutput(loss=torch.tensor(0.25), sums={})
+
+    step = actor.ops.optimizer_step(batches, loss)
+    return {"grad_norm": step.grad_norm, "loss": step.loss, "batches": len(batches)}
+
+
 def reference_over_rollouts(
     config: MilesConfig, rollouts: list[list[TrainBatch]]
 ) -> list[dict[str, list[float]]]:
