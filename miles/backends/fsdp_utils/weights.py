@@ -251,6 +251,8 @@ def _copy_side_files(source: Path, staging: Path, dtypes: set[torch.dtype]) -> N
 def _replace(staging: Path, final: Path) -> None:
     old = final.with_name(final.name + ".old")
     if final.exists():
+        # What a killed export left there would stop every later one.
+        shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
     staging.rename(final)
     shutil.rmtree(old, ignore_errors=True)

@@ -71,6 +71,17 @@ def test_an_fp16_run_hands_out_fp16_where_the_checkpoint_is_bf16(
         assert before == asleep == halves
 
 
+def test_an_export_is_not_stopped_by_what_a_killed_one_left(
+    two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "export"
+    for name in ("export", "export.old", "export.tmp"):
+        shutil.copytree(tiny_qwen3, tmp_path / name)
+    weights, _ = two_ranks.run_well(export, make_config(tiny_qwen3), str(target), WHOLE, None)
+    assert stored(target) == weights
+    assert sorted(tmp_path.iterdir()) == [target]
+
+
 @pytest.mark.parametrize("shard_bytes", [WHOLE, SMALL_FILES])
 def test_transformers_loads_an_export_bit_for_bit(
     two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path, shard_bytes: int
