@@ -275,7 +275,7 @@ def save_in_background(config: MilesConfig, rollouts: list[list[TrainBatch]]) ->
 
 def load_and_report(config: MilesConfig) -> dict[str, Any]:
     """What a start from ``--load`` finds."""
-    actor, first = start(config, with_ref=config.algorithm.ref_update_interval is not None)
+    actor, first = start(config, with_ref=config.algorithm.use_kl_loss)
     optimizer = actor.ops.optimizer
     moments = {
         name: as_bytes(full(tensor))
