@@ -1,5 +1,8 @@
 """Flags that contradict each other, checked after derivation."""
 
+import os
+from pathlib import Path
+
 from miles.config.derived import is_supervised, needs_engines
 from miles.config.errors import Problem
 from miles.config.root import MilesConfig
@@ -239,6 +242,26 @@ def one_half_precision(config: MilesConfig, given: Given) -> list[Problem]:
     return [problem(config, "fp16", "fp32", remedy="both say the precision; leave one out")]
 
 
+def exports_replace_only_exports(config: MilesConfig, given: Given) -> list[Problem]:
+    """An export replaces what is at its place; that is neither a model nor holds checkpoints."""
+    checkpoint = config.checkpoint
+    if checkpoint.save_hf is None:
+        return []
+    target = os.path.abspath(checkpoint.save_hf)
+    kept = (
+        ("save", checkpoint.save),
+        ("load", checkpoint.load),
+        ("hf_checkpoint", config.rollout.hf_checkpoint),
+        ("ref_load", config.algorithm.ref_load),
+    )
+    remedy = "the export would replace the second; give it a directory of its own"
+    return [
+        problem(config, "save_hf", dest, remedy=remedy)
+        for dest, path in kept
+        if path is not None and Path(os.path.abspath(path)).is_relative_to(target)
+    ][:1]
+
+
 CONFLICT_CHECKS: tuple[Check, ...] = (
     steps_match_the_batch,
     samples_fit_the_token_budget,
@@ -255,4 +278,5 @@ CONFLICT_CHECKS: tuple[Check, ...] = (
     run_does_not_start_at_its_end,
     rollouts_are_made_or_loaded,
     one_half_precision,
+    exports_replace_only_exports,
 )

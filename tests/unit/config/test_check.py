@@ -245,6 +245,18 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
         (),
     ),
     (conflict.one_half_precision, "--fp16, --fp32", ("--fp16", "--fp32"), ()),
+    (
+        conflict.exports_replace_only_exports,
+        "--save-hf, --save",
+        ("--save", "runs/a", "--save-hf", "runs/b/../a"),
+        (),
+    ),
+    (
+        conflict.exports_replace_only_exports,
+        "--save-hf, --hf-checkpoint",
+        ("--save", "s", "--save-hf", "./model"),
+        (),
+    ),
 ]
 
 
@@ -285,6 +297,7 @@ def test_every_rule_has_a_case() -> None:
         ("--lr-warmup-fraction", "0.1", "--lr-decay-iters", "9", "--lr-warmup-init", "1e-8"),
         ("--save", "s", "--save-interval", "1", "--save-trigger-sentinel", "f", "--save-keep", "1"),
         ("--save", "s", "--save-hf", "hf/{rollout_id}", "--async-save", "--no-save-optim"),
+        ("--save", "runs/a", "--load", "runs/a", "--save-hf", "runs/a/hf"),
         ("--deterministic-rollout", "--fp32"),
         ("--start-rollout-id", "1"),
         ("--global-batch-size", "3"),
