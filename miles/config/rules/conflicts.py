@@ -262,6 +262,20 @@ def exports_replace_only_exports(config: MilesConfig, given: Given) -> list[Prob
     ][:1]
 
 
+def engines_answer_before_ranks_give_up(config: MilesConfig, given: Given) -> list[Problem]:
+    """An engine that hangs is named before another rank's collective times out."""
+    cluster, timeout_s = config.cluster, config.weight_sync.update_weight_timeout_s
+    patient = timeout_s < 60 * cluster.distributed_timeout_minutes
+    if patient or cluster.num_train_ranks == 1 or not needs_engines(config):
+        return []
+    remedy = (
+        "the trainer's other ranks wait in a collective while rank 0 waits for an engine, and "
+        "would give up first; the first (seconds) must be below the second (minutes)"
+    )
+    dests = ("update_weight_timeout_s", "distributed_timeout_minutes")
+    return [problem(config, *dests, remedy=remedy)]
+
+
 CONFLICT_CHECKS: tuple[Check, ...] = (
     steps_match_the_batch,
     samples_fit_the_token_budget,
@@ -279,4 +293,5 @@ CONFLICT_CHECKS: tuple[Check, ...] = (
     rollouts_are_made_or_loaded,
     one_half_precision,
     exports_replace_only_exports,
+    engines_answer_before_ranks_give_up,
 )

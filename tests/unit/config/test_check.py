@@ -257,6 +257,12 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
         ("--save", "s", "--save-hf", "./model"),
         (),
     ),
+    (
+        conflict.engines_answer_before_ranks_give_up,
+        "--update-weight-timeout-s, --distributed-timeout-minutes",
+        ("--distributed-timeout-minutes", "5"),
+        (),
+    ),
 ]
 
 
@@ -300,6 +306,7 @@ def test_every_rule_has_a_case() -> None:
         ("--save", "runs/a", "--load", "runs/a", "--save-hf", "runs/a/hf"),
         ("--deterministic-rollout", "--fp32"),
         ("--start-rollout-id", "1"),
+        ("--distributed-timeout-minutes", "1", "--actor-num-gpus-per-node", "1"),
         ("--global-batch-size", "3"),
         (*EVAL, "--eval-temperature", "0", "--log-passrate", "--n-samples-per-eval-prompt", "4"),
         ("--load-debug-rollout-data", "x/{rollout_id}"),
