@@ -185,8 +185,9 @@ def engine_and_trainer_are_corrected_once(config: MilesConfig, given: Given) -> 
 
 def schedule_is_consistent(config: MilesConfig, given: Given) -> list[Problem]:
     """Learning rates are ordered, and warm-up and decay fit into the schedule."""
-    opt = config.optimizer
+    opt, data = config.optimizer, config.data
     total = opt.lr_decay_iters
+    steps = (data.num_rollout or 0) * (data.num_steps_per_rollout or 0)
     wrong = (
         (
             ("min_lr", "lr"),
@@ -212,6 +213,11 @@ def schedule_is_consistent(config: MilesConfig, given: Given) -> list[Problem]:
             ("lr_wsd_decay_iters", "lr_decay_iters"),
             total is not None and (opt.lr_wsd_decay_iters or 0) > total,
             "the final decay is part of the schedule and must not be longer",
+        ),
+        (
+            ("lr_wsd_decay_iters", "num_rollout"),
+            total is None and 0 < steps < (opt.lr_wsd_decay_iters or 0),
+            f"the run takes {steps} optimizer steps and would start in the middle of the decay",
         ),
     )
     return [problem(config, *dests, remedy=remedy) for dests, bad, remedy in wrong if bad]

@@ -233,6 +233,12 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
         (),
     ),
     (
+        conflict.schedule_is_consistent,
+        "--lr-wsd-decay-iters, --num-rollout",
+        ("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "5", "--global-batch-size", "4"),
+        (),
+    ),
+    (
         conflict.run_does_not_start_at_its_end,
         "--start-rollout-id, --num-rollout",
         ("--start-rollout-id", "2"),
