@@ -7,6 +7,10 @@ cd "$root"
 
 is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; }
 
+has_pip() { "$venv/bin/python" -c 'import pip' 2>/dev/null; }
+
+has_uv() { command -v uv >/dev/null 2>&1; }
+
 find_python() {
     local candidate
     for candidate in python3.12 python3.13 python3 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[2-9]*/bin/python; do
@@ -16,8 +20,9 @@ find_python() {
             return
         fi
     done
-    if command -v uv >/dev/null 2>&1; then
-        uv python find '>=3.12' 2>/dev/null || true
+    if has_uv; then
+        # Not --system: that would leave out the versions that uv itself has installed.
+        UV_PYTHON_DOWNLOADS=never uv python find --no-project '>=3.12' 2>/dev/null || true
     fi
 }
 
@@ -30,12 +35,26 @@ if ! { [ -x "$venv/bin/python" ] && is_new_enough "$venv/bin/python"; }; then
         exit 1
     fi
     echo "Creating $venv with $python ($("$python" --version 2>&1))"
-    "$python" -m venv "$venv" 2>/dev/null || {
-        command -v uv >/dev/null 2>&1 || {
-            echo "$python has no venv module: install python3-venv, or uv." >&2
+    rm -rf "$venv"
+    # Debian's python3 has the module but not what it needs to install pip: it fails half-way.
+    "$python" -m venv "$venv" >/dev/null 2>&1 || {
+        rm -rf "$venv"
+        has_uv || {
+            echo "$python cannot make virtual environments: install python3-venv, or uv." >&2
             exit 1
         }
         uv venv --seed --python "$python" "$venv"
+    }
+fi
+
+# An environment made by uv has no pip.
+if ! has_pip; then
+    "$venv/bin/python" -m ensurepip >/dev/null 2>&1 || {
+        has_uv || {
+            echo "$venv has no pip and cannot get it: remove $venv and run make again." >&2
+            exit 1
+        }
+        uv pip install --python "$venv/bin/python" pip
     }
 fi
 

@@ -17,7 +17,7 @@ class WeightSyncConfig:
     update_weight_buffer_size: Annotated[int, Doc("Bytes of one bucket.")] = 512 * 1024**2
     update_weight_timeout_s: Annotated[
         float, Doc("Time-out of each call and collective of an update.")
-    ] = 600.0
+    ] = 300.0
     check_weight_update_equal: Annotated[
         bool, Doc("Compare checksums of every tensor after every update.")
     ] = False

@@ -1,11 +1,14 @@
 """Failures of actors, told so that a user can act: which actor, which rollout, and the cause."""
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
+
+DEATH_NOTICE_S = 3.0
+"""The other ranks of a collective notice a process's death before Ray reports it."""
 
 
 class JobError(RuntimeError):
@@ -32,12 +35,24 @@ async def call(name: str, reference: Awaitable[Any], *, during: str) -> Any:
 
 
 async def call_all(calls: Mapping[str, Awaitable[Any]], *, during: str) -> list[Any]:
-    """Await calls to several actors; the first failure is raised without waiting for the rest.
+    """Await calls to several actors; a failure is raised without waiting for the rest.
 
     Ranks that wait in a collective for a failed one would otherwise hold the job until the
-    collective's time-out.
+    collective's time-out. Of several failures within ``DEATH_NOTICE_S`` the one raised is that of a
+    process that died, else the first.
     """
-    return await gather(*(call(name, ref, during=during) for name, ref in calls.items()))
+    tasks = [asyncio.ensure_future(call(name, ref, during=during)) for name, ref in calls.items()]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        first = next((e for e in map(_error_of, tasks) if e is not None), None)
+        if first is None:
+            return [task.result() for task in tasks]
+        if not _is_death(first):
+            await asyncio.wait(tasks, timeout=DEATH_NOTICE_S)
+        errors = [e for e in map(_error_of, tasks) if e is not None]
+        raise next(filter(_is_death, errors), first)
+    finally:
+        await _cancel(tasks)
 
 
 async def gather(*work: Coroutine[Any, Any, Any]) -> list[Any]:
@@ -46,9 +61,21 @@ async def gather(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _cancel(tasks)
+
+
+async def _cancel(tasks: Sequence["asyncio.Future[Any]"]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _error_of(task: "asyncio.Future[Any]") -> BaseException | None:
+    return task.exception() if task.done() and not task.cancelled() else None
+
+
+def _is_death(error: BaseException) -> bool:
+    return isinstance(error.__cause__, RayActorError)
 
 
 def kill(actor: Any) -> None:

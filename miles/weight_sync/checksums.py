@@ -17,7 +17,9 @@ def checksum(tensor: Tensor) -> str:
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel() > 0:
         for chunk in flat.view(torch.uint8).split(CHUNK_BYTES):
-            digest.update(_bytes_of(chunk.cpu()))
+            # Bound to a name: a copy from a device must outlive the view of its bytes.
+            host = chunk.cpu()
+            digest.update(_bytes_of(host))
     return digest.hexdigest()
 
 

@@ -116,6 +116,7 @@ class FSDPTrainRayActor(TrainRayActor):
         self.ops = FSDPPolicyOps(config, with_ref=with_ref)
         self._weight_sync = make_weight_sync(config)
         self._timer = Timer()
+        self._ref_has_moved = config.algorithm.ref_update_interval is not None
         next_rollout_id = 0 if step is None else self._resume(step)
         if config.data.start_rollout_id is not None:
             next_rollout_id = config.data.start_rollout_id
@@ -183,7 +184,7 @@ class FSDPTrainRayActor(TrainRayActor):
         }
         if optimizer:
             parts["optimizer"] = self.ops.optimizer.state_tensors()
-        if self.ops.ref is not None and self.config.algorithm.ref_update_interval:
+        if self.ops.ref is not None and self._ref_has_moved:
             parts["ref"] = self.ops.ref.persistent_tensors()
         return parts
 
@@ -202,6 +203,8 @@ class FSDPTrainRayActor(TrainRayActor):
         }
 
     def _resume(self, step: Path) -> int:
+        # A reference that moved stays where it is, also when it is not to move any more.
+        self._ref_has_moved = self._ref_has_moved or self._checkpointer.has(step, "ref")
         parts = self._parts(optimizer=True)
         for name in ("optimizer", "ref"):
             if name in parts and not self._checkpointer.has(step, name):

@@ -113,12 +113,10 @@ class Checkpointer:
         """
         metadata = checkpoints.read_metadata(step)
         for name, tensors in parts.items():
+            reader = FileSystemReader(step / name)
             try:
-                dcp_load(
-                    tensors,
-                    storage_reader=FileSystemReader(step / name),
-                    process_group=self._group,
-                )
+                _check_nothing_is_left_over(reader, tensors)
+                dcp_load(tensors, storage_reader=reader, process_group=self._group)
             except (CheckpointException, RuntimeError, ValueError, OSError) as error:
                 reason = f"step {metadata['iteration']} does not fit this model: {step / name}"
                 problem = Problem("--load", str(step.parent), f"{reason}: {_causes(error)}")
@@ -200,6 +198,14 @@ def _check_backend(step: Path, metadata: Mapping[str, Any]) -> None:
         writer = metadata.get("backend")
         remedy = f"{step} was written by the {writer} backend, this run is {BACKEND}"
         raise ConfigError([Problem("--load", str(step.parent), remedy)])
+
+
+def _check_nothing_is_left_over(reader: FileSystemReader, tensors: Part) -> None:
+    """DCP itself refuses only what is missing: a part of a larger model would load."""
+    surplus = reader.read_metadata().state_dict_metadata.keys() - tensors.keys()
+    if surplus:
+        shown = ", ".join(sorted(surplus)[:3])
+        raise ValueError(f"it holds {len(surplus)} tensors more than the model has: {shown}")
 
 
 def _causes(error: BaseException) -> str:

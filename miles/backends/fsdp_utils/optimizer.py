@@ -99,8 +99,8 @@ class Optimizer:
             output = loss(batch, stats)
             value = output.loss
             if not value.requires_grad:
-                # A filler has no token, but its backward takes part in the collectives.
-                value = value + stats.log_probs_R.sum()
+                # Nothing to learn here, but the backward pass takes part in the collectives.
+                value = value + stats.log_probs_R[:0].sum()
             (value * self.scale.value).backward()
             _add(totals, {**output.sums, "": output.loss.detach()})
         grad_norm = self._grad_norm()

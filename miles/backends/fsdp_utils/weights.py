@@ -160,7 +160,8 @@ def export_hf(
     """Write a directory that transformers loads; collective (rank 0 writes).
 
     Everything of ``source`` but its weights is copied. The directory appears under its name only
-    when it is complete, and replaces an older one. Raises on every rank when writing fails.
+    when it is complete, and replaces an older export, but no directory of another kind. Raises on
+    every rank when writing fails.
     """
     final = Path(directory)
     staging = final.with_name(final.name + ".tmp")
@@ -168,6 +169,7 @@ def export_hf(
     writer = _ShardWriter(staging, weights, shard_bytes) if distributed.rank() == 0 else None
     try:
         if writer is not None:
+            _check_replaceable(final)
             _copy_side_files(Path(source), staging, {weight.dtype for weight in weights})
     except OSError as caught:
         error = caught
@@ -232,6 +234,12 @@ class _ShardWriter:
         return f"model-{number + 1:05d}-of-{self._num_files:05d}.safetensors"
 
 
+def _check_replaceable(final: Path) -> None:
+    other = final.is_dir() and any(final.iterdir()) and not (final / "config.json").is_file()
+    if other:
+        raise FileExistsError(f"{final} is not empty and no Hugging Face directory: not replaced")
+
+
 def _copy_side_files(source: Path, staging: Path, dtypes: set[torch.dtype]) -> None:
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
@@ -251,6 +259,8 @@ def _copy_side_files(source: Path, staging: Path, dtypes: set[torch.dtype]) -> N
 def _replace(staging: Path, final: Path) -> None:
     old = final.with_name(final.name + ".old")
     if final.exists():
+        # What a killed export left there would stop every later one.
+        shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
     staging.rename(final)
     shutil.rmtree(old, ignore_errors=True)

@@ -1,5 +1,8 @@
 """Flags that contradict each other, checked after derivation."""
 
+import os
+from pathlib import Path
+
 from miles.config.derived import is_supervised, needs_engines
 from miles.config.errors import Problem
 from miles.config.root import MilesConfig
@@ -182,8 +185,9 @@ def engine_and_trainer_are_corrected_once(config: MilesConfig, given: Given) -> 
 
 def schedule_is_consistent(config: MilesConfig, given: Given) -> list[Problem]:
     """Learning rates are ordered, and warm-up and decay fit into the schedule."""
-    opt = config.optimizer
+    opt, data = config.optimizer, config.data
     total = opt.lr_decay_iters
+    steps = (data.num_rollout or 0) * (data.num_steps_per_rollout or 0)
     wrong = (
         (
             ("min_lr", "lr"),
@@ -209,6 +213,11 @@ def schedule_is_consistent(config: MilesConfig, given: Given) -> list[Problem]:
             ("lr_wsd_decay_iters", "lr_decay_iters"),
             total is not None and (opt.lr_wsd_decay_iters or 0) > total,
             "the final decay is part of the schedule and must not be longer",
+        ),
+        (
+            ("lr_wsd_decay_iters", "num_rollout"),
+            total is None and 0 < steps < (opt.lr_wsd_decay_iters or 0),
+            f"the run takes {steps} optimizer steps and would start in the middle of the decay",
         ),
     )
     return [problem(config, *dests, remedy=remedy) for dests, bad, remedy in wrong if bad]
@@ -239,6 +248,40 @@ def one_half_precision(config: MilesConfig, given: Given) -> list[Problem]:
     return [problem(config, "fp16", "fp32", remedy="both say the precision; leave one out")]
 
 
+def exports_replace_only_exports(config: MilesConfig, given: Given) -> list[Problem]:
+    """An export replaces what is at its place; that is neither a model nor holds checkpoints."""
+    checkpoint = config.checkpoint
+    if checkpoint.save_hf is None:
+        return []
+    target = os.path.abspath(checkpoint.save_hf)
+    kept = (
+        ("save", checkpoint.save),
+        ("load", checkpoint.load),
+        ("hf_checkpoint", config.rollout.hf_checkpoint),
+        ("ref_load", config.algorithm.ref_load),
+    )
+    remedy = "the export would replace the second; give it a directory of its own"
+    return [
+        problem(config, "save_hf", dest, remedy=remedy)
+        for dest, path in kept
+        if path is not None and Path(os.path.abspath(path)).is_relative_to(target)
+    ][:1]
+
+
+def engines_answer_before_ranks_give_up(config: MilesConfig, given: Given) -> list[Problem]:
+    """An engine that hangs is named before another rank's collective times out."""
+    cluster, timeout_s = config.cluster, config.weight_sync.update_weight_timeout_s
+    patient = timeout_s < 60 * cluster.distributed_timeout_minutes
+    if patient or cluster.num_train_ranks == 1 or not needs_engines(config):
+        return []
+    remedy = (
+        "the trainer's other ranks wait in a collective while rank 0 waits for an engine, and "
+        "would give up first; the first (seconds) must be below the second (minutes)"
+    )
+    dests = ("update_weight_timeout_s", "distributed_timeout_minutes")
+    return [problem(config, *dests, remedy=remedy)]
+
+
 CONFLICT_CHECKS: tuple[Check, ...] = (
     steps_match_the_batch,
     samples_fit_the_token_budget,
@@ -255,4 +298,6 @@ CONFLICT_CHECKS: tuple[Check, ...] = (
     run_does_not_start_at_its_end,
     rollouts_are_made_or_loaded,
     one_half_precision,
+    exports_replace_only_exports,
+    engines_answer_before_ranks_give_up,
 )

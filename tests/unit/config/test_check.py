@@ -233,6 +233,12 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
         (),
     ),
     (
+        conflict.schedule_is_consistent,
+        "--lr-wsd-decay-iters, --num-rollout",
+        ("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "5", "--global-batch-size", "4"),
+        (),
+    ),
+    (
         conflict.run_does_not_start_at_its_end,
         "--start-rollout-id, --num-rollout",
         ("--start-rollout-id", "2"),
@@ -245,6 +251,24 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
         (),
     ),
     (conflict.one_half_precision, "--fp16, --fp32", ("--fp16", "--fp32"), ()),
+    (
+        conflict.exports_replace_only_exports,
+        "--save-hf, --save",
+        ("--save", "runs/a", "--save-hf", "runs/b/../a"),
+        (),
+    ),
+    (
+        conflict.exports_replace_only_exports,
+        "--save-hf, --hf-checkpoint",
+        ("--save", "s", "--save-hf", "./model"),
+        (),
+    ),
+    (
+        conflict.engines_answer_before_ranks_give_up,
+        "--update-weight-timeout-s, --distributed-timeout-minutes",
+        ("--distributed-timeout-minutes", "5"),
+        (),
+    ),
 ]
 
 
@@ -285,8 +309,10 @@ def test_every_rule_has_a_case() -> None:
         ("--lr-warmup-fraction", "0.1", "--lr-decay-iters", "9", "--lr-warmup-init", "1e-8"),
         ("--save", "s", "--save-interval", "1", "--save-trigger-sentinel", "f", "--save-keep", "1"),
         ("--save", "s", "--save-hf", "hf/{rollout_id}", "--async-save", "--no-save-optim"),
+        ("--save", "runs/a", "--load", "runs/a", "--save-hf", "runs/a/hf"),
         ("--deterministic-rollout", "--fp32"),
         ("--start-rollout-id", "1"),
+        ("--distributed-timeout-minutes", "1", "--actor-num-gpus-per-node", "1"),
         ("--global-batch-size", "3"),
         (*EVAL, "--eval-temperature", "0", "--log-passrate", "--n-samples-per-eval-prompt", "4"),
         ("--load-debug-rollout-data", "x/{rollout_id}"),

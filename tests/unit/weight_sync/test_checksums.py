@@ -1,5 +1,7 @@
 """Checksums: of the bytes in C order, whatever dtype or stride holds them."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -43,6 +45,18 @@ def test_pieces_give_the_digest_of_the_whole(monkeypatch: pytest.MonkeyPatch) ->
     whole = checksum(tensor)
     monkeypatch.setattr(checksums, "CHUNK_BYTES", 96)
     assert checksum(tensor) == whole
+
+
+class OnADevice(torch.Tensor):
+    """Host memory that behaves like a device's: ``cpu`` is a copy that nobody else holds."""
+
+    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def test_a_device_tensor_is_digested_before_its_copy_is_freed() -> None:
+    tensor = torch.randn(64)
+    assert checksum(tensor.as_subclass(OnADevice)) == checksum(tensor)
 
 
 def test_compare_names_every_difference_and_the_side_that_lacks_a_tensor() -> None:

@@ -275,7 +275,7 @@ def save_in_background(config: MilesConfig, rollouts: list[list[TrainBatch]]) ->
 
 def load_and_report(config: MilesConfig) -> dict[str, Any]:
     """What a start from ``--load`` finds."""
-    actor, first = start(config, with_ref=config.algorithm.ref_update_interval is not None)
+    actor, first = start(config, with_ref=config.algorithm.use_kl_loss)
     optimizer = actor.ops.optimizer
     moments = {
         name: as_bytes(full(tensor))
@@ -321,6 +321,22 @@ def step_with_a_bad_gradient(
         states.append((weights_of(actor), moments))
     scale = actor.ops.optimizer.scale
     return {"steps": steps, "states": states, "scale": (scale.value, scale.good_steps)}
+
+
+def step_with_a_constant_loss(
+    config: MilesConfig, rollouts: list[list[TrainBatch]]
+) -> dict[str, Any]:
+    """One step of a loss that does not depend on the model."""
+    actor, _ = start(config)
+    batches = build_micro_batches(
+        rollouts[0][actor.parallel.rank], packed=True, device=torch.device("cpu")
+    )[0]
+
+    def loss(batch: MicroBatch, stats: TokenStats) -> LossOutput:
+        return LossOutput(loss=torch.tensor(0.25), sums={})
+
+    step = actor.ops.optimizer_step(batches, loss)
+    return {"grad_norm": step.grad_norm, "loss": step.loss, "batches": len(batches)}
 
 
 def reference_over_rollouts(

@@ -183,6 +183,33 @@ def test_a_checkpoint_of_another_model_is_refused(
     assert "lm_head.weight" in text
 
 
+def test_a_checkpoint_of_a_larger_model_is_refused(
+    two_ranks: Ranks, tiny_qwen3: Path, tiny_qwen3_untied: Path, tmp_path: Path
+) -> None:
+    larger = saving(make_config(tiny_qwen3_untied), tmp_path)
+    two_ranks.run_well(train_rollouts, larger, make_rollouts(larger, 1), 0, (0,))
+    text = refusal(two_ranks, saving(make_config(tiny_qwen3), tmp_path))
+    assert "does not fit this model" in text
+    assert "lm_head.weight" in text
+
+
+def test_a_reference_that_moved_stays_where_it_is_when_it_moves_no_more(
+    two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    moving = saving(make_config(tiny_qwen3, algorithm=REFERENCE), tmp_path)
+    two_ranks.run_well(train_rollouts, moving, make_rollouts(moving, 3), 0, (2,))
+    moved, _ = two_ranks.run_well(load_and_report, moving)
+    still = saving(
+        make_config(tiny_qwen3, algorithm=REFERENCE | {"ref_update_interval": None}), tmp_path
+    )
+    found, _ = two_ranks.run_well(load_and_report, still)
+    assert found["ref"] == moved["ref"]
+    two_ranks.run_well(train_rollouts, still, make_rollouts(still, 4), 0, (3,))
+    later, _ = two_ranks.run_well(load_and_report, still)
+    assert later["first"] == 4
+    assert later["ref"] == moved["ref"]
+
+
 def test_a_checkpoint_of_another_backend_is_refused(
     two_ranks: Ranks, saved: MilesConfig, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from tests.unit.backends.fsdp_utils.jobs import (
     make_rollouts,
     reference_over_rollouts,
     step_with_a_bad_gradient,
+    step_with_a_constant_loss,
     stored_dtypes,
     train_rollouts,
 )
@@ -37,6 +38,15 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(
         rates = [step.learning_rate for step in answer["steps"]]
         assert rates == pytest.approx([1e-3, 1e-3 * 7 / 8, 1e-3 * 6 / 8])
         assert answer["steps"][0].sums == answers[0]["steps"][0].sums
+
+
+def test_a_loss_without_a_gradient_moves_nothing(two_ranks: Ranks, tiny_qwen3: Path) -> None:
+    """A user's loss may have nothing to say about a micro-batch."""
+    config = make_config(tiny_qwen3)
+    answers = two_ranks.run_well(step_with_a_constant_loss, config, make_rollouts(config, 1))
+    for answer in answers:
+        assert answer["grad_norm"] == 0.0
+        assert answer["loss"] == 0.25 * sum(other["batches"] for other in answers)
 
 
 def test_an_overflow_halves_the_loss_scale_and_changes_nothing_else(

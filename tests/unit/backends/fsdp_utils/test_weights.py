@@ -71,13 +71,37 @@ def test_an_fp16_run_hands_out_fp16_where_the_checkpoint_is_bf16(
         assert before == asleep == halves
 
 
+def test_an_export_replaces_no_directory_of_another_kind(
+    two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("irreplaceable")
+    job = (export, make_config(tiny_qwen3), str(tmp_path / "home"), WHOLE, None)
+    first, second = two_ranks.run(*job)
+    assert isinstance(first, FileExistsError)
+    assert "no Hugging Face directory" in str(second)
+    assert (tmp_path / "home" / "thesis.tex").read_text() == "irreplaceable"
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "home"]
+
+
+def test_an_export_is_not_stopped_by_what_a_killed_one_left(
+    two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "export"
+    for name in ("export", "export.old", "export.tmp"):
+        shutil.copytree(tiny_qwen3, tmp_path / name)
+    weights, _ = two_ranks.run_well(export, make_config(tiny_qwen3), str(target), WHOLE, None)
+    assert stored(target) == weights
+    assert sorted(tmp_path.iterdir()) == [target]
+
+
 @pytest.mark.parametrize("shard_bytes", [WHOLE, SMALL_FILES])
 def test_transformers_loads_an_export_bit_for_bit(
     two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path, shard_bytes: int
 ) -> None:
     target = tmp_path / "export"
     target.mkdir()
-    (target / "model.safetensors").write_bytes(b"an older export")
+    (target / "config.json").write_text("an older export")
     job = (export, make_config(tiny_qwen3), str(target), shard_bytes, None)
     weights, _ = two_ranks.run_well(*job)
     assert stored(target) == weights

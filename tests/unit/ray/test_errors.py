@@ -1,0 +1,43 @@
+"""Which of several failures the user is told."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError, RayTaskError
+
+from miles.ray.errors import JobError, call_all
+
+
+async def after(seconds: float, outcome: Any) -> Any:
+    await asyncio.sleep(seconds)
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+def task_error(text: str) -> RayTaskError:
+    return RayTaskError("train", text, RuntimeError(text))
+
+
+def test_results_come_in_the_order_of_the_calls() -> None:
+    calls = {"a": after(0.05, 1), "b": after(0, 2)}
+    assert asyncio.run(call_all(calls, during="training")) == [1, 2]
+
+
+def test_a_process_that_died_is_named_before_the_peers_that_lost_it() -> None:
+    calls = {
+        "trainer 0": after(0, task_error("Connection closed by peer")),
+        "trainer 1": after(0.2, RayActorError()),
+    }
+    with pytest.raises(JobError, match="trainer 1 failed during training: the process died"):
+        asyncio.run(call_all(calls, during="training"))
+
+
+def test_a_rank_that_waits_for_a_failed_one_does_not_hold_the_job() -> None:
+    calls = {"trainer 0": after(300, None), "trainer 1": after(0, task_error("bad loss"))}
+    start = time.monotonic()
+    with pytest.raises(JobError, match="trainer 1 failed during training: RuntimeError: bad loss"):
+        asyncio.run(call_all(calls, during="training"))
+    assert time.monotonic() - start < 30
