@@ -69,7 +69,9 @@ def test_the_export_is_what_transformers_loads(reference_run: Path) -> None:
 def test_a_colocated_run_equals_the_disaggregated_one(
     run_train: Runner, base_flags: dict[str, Any], reference_run: Path, tmp_path: Path
 ) -> None:
-    flags = {k: v for k, v in base_flags.items() if k != "rollout-num-gpus"}
+    # Without --rollout-engine too: its default must find the same engine.
+    omitted = ("rollout-num-gpus", "rollout-engine")
+    flags = {k: v for k, v in base_flags.items() if k not in omitted}
     result = run_train(
         {
             **flags,

@@ -71,6 +71,15 @@ def embedded_launch(config: MilesConfig, log_file: Path) -> EngineLaunch:
 LAUNCHERS: Registry[Any] = Registry("rollout engine", {"embedded": f"{__name__}:embedded_launch"})
 
 
+def choose_engine(config: MilesConfig) -> str:
+    """The name in ``LAUNCHERS`` that ``--rollout-engine`` stands for, said in the log."""
+    name = config.rollout.rollout_engine
+    if name != "auto":
+        return name
+    logger.info("--rollout-engine auto: embedded (this version has no SGLang engine)")
+    return "embedded"
+
+
 class EngineHolder:
     """Ray actor that owns one engine server process; when it ends, so does the server."""
 
@@ -137,6 +146,7 @@ class EngineGroup:
         self, config: MilesConfig, layout: Layout, placement: Placement, log_dir: Path
     ) -> None:
         self._config = config
+        self._launch = LAUNCHERS.load(choose_engine(config))
         self._placement = placement
         self._log_dir = log_dir
         self._slots = layout.engine_slots
@@ -220,8 +230,7 @@ class EngineGroup:
         return ray.remote(EngineHolder).options(**options).remote(index)
 
     async def _start(self, index: int) -> None:
-        name = self._config.rollout.rollout_engine
-        launch = LAUNCHERS.load(name)(self._config, self.log_file(index))
+        launch = self._launch(self._config, self.log_file(index))
         self._urls[index] = await call(
             f"engine {index}", self._holders[index].start.remote(launch), during="start"
         )
