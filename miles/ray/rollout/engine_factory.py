@@ -21,7 +21,7 @@ from miles.config.root import MilesConfig
 from miles.contracts.engine import EngineError
 from miles.core import device, logging
 from miles.core.registry import Registry
-from miles.ray.errors import JobError, call, call_all, gather, kill
+from miles.ray.errors import JobError, call, gather, kill
 from miles.ray.placement import Layout, Placement
 from miles.rollout.engine_client import EngineClient
 from miles.rollout.engine_set import EngineAddresses
@@ -69,6 +69,15 @@ def embedded_launch(config: MilesConfig, log_file: Path) -> EngineLaunch:
 
 
 LAUNCHERS: Registry[Any] = Registry("rollout engine", {"embedded": f"{__name__}:embedded_launch"})
+
+
+def choose_engine(config: MilesConfig) -> str:
+    """The name in ``LAUNCHERS`` that ``--rollout-engine`` stands for, said in the log."""
+    name = config.rollout.rollout_engine
+    if name != "auto":
+        return name
+    logger.info("--rollout-engine auto: embedded (this version has no SGLang engine)")
+    return "embedded"
 
 
 class EngineHolder:
@@ -137,6 +146,7 @@ class EngineGroup:
         self, config: MilesConfig, layout: Layout, placement: Placement, log_dir: Path
     ) -> None:
         self._config = config
+        self._launch = LAUNCHERS.load(choose_engine(config))
         self._placement = placement
         self._log_dir = log_dir
         self._slots = layout.engine_slots
@@ -206,10 +216,9 @@ class EngineGroup:
         return list(await asyncio.gather(*(holder.pid.remote() for holder in self._holders)))
 
     async def stop(self) -> None:
-        await call_all(
-            {f"engine {i}": holder.stop.remote() for i, holder in enumerate(self._holders)},
-            during="shutdown",
-        )
+        """End every server; a holder that is gone, or fails, does not keep the others from it."""
+        stops = (holder.stop.remote() for holder in self._holders)
+        await asyncio.gather(*stops, return_exceptions=True)
 
     def kill(self) -> None:
         for holder in self._holders:
@@ -217,11 +226,11 @@ class EngineGroup:
 
     def _new_holder(self, index: int) -> Any:
         options = self._placement.actor_options(self._slots[index][0], SHARE_OF_A_SLOT)
-        return ray.remote(EngineHolder).options(**options).remote(index)
+        # With threads of its own, so that `stop` need not wait until `start` is done.
+        return ray.remote(EngineHolder).options(max_concurrency=2, **options).remote(index)
 
     async def _start(self, index: int) -> None:
-        name = self._config.rollout.rollout_engine
-        launch = LAUNCHERS.load(name)(self._config, self.log_file(index))
+        launch = self._launch(self._config, self.log_file(index))
         self._urls[index] = await call(
             f"engine {index}", self._holders[index].start.remote(launch), during="start"
         )

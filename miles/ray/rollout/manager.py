@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import ray
 
+from miles.config.derived import generates_rollouts
 from miles.config.root import MilesConfig
 from miles.contracts.hooks import DataSource, RolloutContext, RolloutOutput, load_hook
 from miles.contracts.types import Group, Prompt
@@ -19,7 +20,7 @@ from miles.rollout.collect import Collector
 from miles.rollout.engine_set import EngineAddresses
 from miles.rollout.evaluate import evaluate
 from miles.rollout.pool import EnginePool
-from miles.rollout.prompts import eval_sources, make_source
+from miles.rollout.prompts import eval_sources, make_source, reads_prompts
 
 STATE_FILE = "rollout_state.msgpack"
 
@@ -62,10 +63,10 @@ class RolloutManager:
         )
         self._config = config = with_context_length(config)
         self._eval_sets = eval_sources(config, self._tokenizer)
-        if config.observability.load_debug_rollout_data is not None:
+        if not reads_prompts(config):
             return None
         self._source = make_source(config, self._tokenizer)
-        if config.algorithm.loss_type != "sft_loss":
+        if generates_rollouts(config):
             self._collector = Collector(config, self._pool, self._tokenizer, self._source)
         return len(self._source)
 
@@ -84,6 +85,7 @@ class RolloutManager:
         )
         if log is not None:
             metrics = log(rollout_id, output.groups, metrics)
+        metrics = numbers(metrics, "--custom-rollout-log-function-path or a rollout function")
         shards = batch.make_batches(output.groups, self._config, rollout_id, dp_size)
         return GeneratedBatch(
             shards=[ray.put(shard) for shard in shards],
@@ -97,6 +99,7 @@ class RolloutManager:
         function = load_hook("eval_function_path", self._config.hooks.eval_function_path)
         if function is not None:
             metrics = await function(rollout_id, self._context())
+            metrics = numbers(metrics, "--eval-function-path")
             return {f"eval/{name}": value for name, value in metrics.items()}
         metrics, samples = await evaluate(
             rollout_id, self._eval_sets, self._config, self._pool, self._tokenizer
@@ -105,7 +108,9 @@ class RolloutManager:
             "custom_eval_rollout_log_function_path",
             self._config.hooks.custom_eval_rollout_log_function_path,
         )
-        return metrics if log is None else log(rollout_id, samples, metrics)
+        if log is not None:
+            metrics = log(rollout_id, samples, metrics)
+        return numbers(metrics, "--custom-eval-rollout-log-function-path")
 
     async def save(self, folder: str) -> None:
         """Write the data position and unfinished groups into a checkpoint's folder."""
@@ -131,9 +136,6 @@ class RolloutManager:
         if self._collector is not None and state["collector"] is not None:
             self._collector.load_state_dict(state["collector"])
 
-    async def stop(self) -> None:
-        await self._pool.close()
-
     async def _groups(self, rollout_id: int) -> RolloutOutput:
         debug_path = self._config.observability.load_debug_rollout_data
         if debug_path is not None:
@@ -153,6 +155,16 @@ class RolloutManager:
             tokenizer=self._tokenizer,
             data_source=self._source,
         )
+
+
+def numbers(metrics: Any, source: str) -> dict[str, float]:
+    """Metrics as the tracker takes them. Raises ``ValueError`` that names the user's function."""
+    try:
+        return {name: float(value) for name, value in metrics.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{source} must return metrics as an object of names and numbers ({error})"
+        ) from error
 
 
 def readable(groups: list[Group], limit: int = 4) -> list[dict[str, Any]]:
