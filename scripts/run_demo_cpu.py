@@ -31,9 +31,9 @@ class Demo:
     """Seed of model, data, sampling and training: the same seed gives the same run."""
     train_backend: str = "fsdp"
     """Training backend."""
-    num_warm_up: int = 30
+    num_warm_up: int = 34
     """Supervised steps before it."""
-    num_rollout: int = 150
+    num_rollout: int = 200
     """Rollouts of reinforcement learning."""
     run_dir: Path = Path("runs/demo")
     """Everything the demo writes."""
@@ -130,7 +130,7 @@ def main(demo: Demo) -> int:
         folder / "data",
         demo.seed,
         num_supervised=128 * demo.num_warm_up,
-        num_train=4800,
+        num_train=6400,
         num_eval=128,
     )
     model = warm_up(demo, folder)
@@ -140,7 +140,7 @@ def main(demo: Demo) -> int:
     first, last = values[0], statistics.fmean(values[-LAST:])
     print(f"mean sampled reward: {first:.3f} at the start, {last:.3f} over the last {LAST}")
     print(f"reward curve: {folder / 'reward.png'}   samples: {folder / 'samples.txt'}")
-    return 0 if demo.num_rollout < 150 or last >= TARGET else 1
+    return 0 if demo.num_rollout < Demo.num_rollout or last >= TARGET else 1
 
 
 if __name__ == "__main__":
