@@ -5,6 +5,7 @@ half-old, half-new weights. The next push, or an engine restart, heals it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 from miles.config.root import MilesConfig
 from miles.contracts.engine import EngineError, EngineSet, PauseMode
@@ -125,10 +126,12 @@ class WeightSync:
         """Send every bucket. After a failure the weights are still read to the end: other ranks
         gather them with us."""
         error: Exception | None = None
-        stream = self._read(weights)
+        gathered = iter(weights)
+        stream = self._read(gathered)
         if self._is_source:
             error = _error_of(lambda: self._send(engines, stream, version))
-        drained = _error_of(lambda: _drain(stream))
+        # An error inside ``stream`` (a digest) has ended it, not what it reads.
+        drained = _error_of(lambda: _drain(chain(stream, gathered)))
         distributed.raise_together(error or drained, "weight update (send)")
 
     def _send(self, engines: EngineSet, stream: Iterator[NamedTensor], version: int) -> None:
@@ -138,11 +141,10 @@ class WeightSync:
         with self._timer.span("load"):
             self.transport.finish()
 
-    def _read(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        iterator = iter(weights)
+    def _read(self, gathered: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
         while True:
             with self._timer.span("gather"):
-                weight = next(iterator, None)
+                weight = next(gathered, None)
             if weight is None:
                 return
             if self._check and self._is_source:
