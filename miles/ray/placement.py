@@ -1,6 +1,8 @@
 """Which trainer rank and which engine sits on which device, and the placement group behind it."""
 
+import asyncio
 import ipaddress
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +12,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles.config.root import MilesConfig
 from miles.core import device
-from miles.ray.errors import JobError
+from miles.ray.errors import JobError, call_all
+
+WAIT_TURN_S = 0.5
 
 CPU_SHARE_OF_A_SLOT = 0.1
 """Without GPUs a slot is a process; several share a core."""
@@ -85,30 +89,55 @@ def slot_order(slot: Slot) -> tuple[int, int]:
     return int(ipaddress.ip_address(slot.node_ip)), slot.device_id or 0
 
 
-def reserve(layout: Layout, timeout_s: float) -> Placement:
+async def reserve(layout: Layout, timeout_s: float) -> Placement:
     """Reserve the layout's slots. Raises ``JobError`` that names what is missing in time."""
     on_gpu = device.has_accelerator() or ray.cluster_resources().get("GPU", 0) > 0
     bundle = {"GPU": 1.0, "CPU": 1.0} if on_gpu else {"CPU": CPU_SHARE_OF_A_SLOT}
     group = placement_group([bundle] * layout.num_slots, strategy="PACK")
-    if not group.wait(timeout_seconds=timeout_s):
+    try:
+        if not await _is_ready(group, timeout_s):
+            raise JobError(_missing(bundle, layout.num_slots, timeout_s))
+        slots = await _find_slots(group, bundle, timeout_s)
+    except BaseException:
         remove_placement_group(group)
-        raise JobError(_missing(bundle, layout.num_slots, timeout_s))
-    probes = [
-        _probe.options(
+        raise
+    return Placement(group=group, slots=tuple(sorted(slots, key=slot_order)), on_gpu=on_gpu)
+
+
+async def _is_ready(group: PlacementGroup, timeout_s: float) -> bool:
+    """Waits in short turns: a thread in one long wait would outlive an interrupt."""
+    deadline = time.monotonic() + timeout_s
+    while not await asyncio.to_thread(group.wait, WAIT_TURN_S):
+        if time.monotonic() > deadline:
+            return False
+    return True
+
+
+async def _find_slots(
+    group: PlacementGroup, bundle: dict[str, float], timeout_s: float
+) -> list[Slot]:
+    """Ask each bundle where it is. The first task also shows whether workers start at all."""
+    probes = {
+        f"slot {index}": _probe.options(
             num_cpus=bundle["CPU"] / 10,
-            num_gpus=0.1 if on_gpu else 0,
+            num_gpus=0.1 if "GPU" in bundle else 0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=group, placement_group_bundle_index=index
             ),
         ).remote()
-        for index in range(layout.num_slots)
-    ]
-    found = ray.get(probes, timeout=timeout_s)
-    slots = [
+        for index in range(group.bundle_count)
+    }
+    try:
+        found = await asyncio.wait_for(call_all(probes, during="start"), timeout_s)
+    except TimeoutError as error:
+        raise JobError(
+            f"the reserved slots started no worker within {timeout_s:g} s (--placement-timeout-s); "
+            "Ray's logs on their machines say why"
+        ) from error
+    return [
         Slot(bundle=index, node_ip=ip, device_id=device_id)
         for index, (ip, device_id) in enumerate(found)
     ]
-    return Placement(group=group, slots=tuple(sorted(slots, key=slot_order)), on_gpu=on_gpu)
 
 
 @ray.remote

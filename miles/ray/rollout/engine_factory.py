@@ -227,7 +227,8 @@ class EngineGroup:
 
     def _new_holder(self, index: int) -> Any:
         options = self._placement.actor_options(self._slots[index][0], SHARE_OF_A_SLOT)
-        return ray.remote(EngineHolder).options(**options).remote(index)
+        # With threads of its own, so that `stop` need not wait until `start` is done.
+        return ray.remote(EngineHolder).options(max_concurrency=2, **options).remote(index)
 
     async def _start(self, index: int) -> None:
         launch = self._launch(self._config, self.log_file(index))
