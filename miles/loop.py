@@ -37,6 +37,7 @@ class Job:
         self.console = RunConsole(config.data.num_rollout or 0)
         self._tracker: Tracker = make_tracker(config, run_dir)
         self._metrics: dict[str, float] = {}
+        self._recorded: dict[str, float] = {}
         self._first_rollout_id = 0
         self._placement: Placement | None = None
         self._rollout = RolloutService(config)
@@ -70,7 +71,7 @@ class Job:
         if limit is not None:
             last = min(last, self._first_rollout_id + limit)
         for rollout_id in range(self._first_rollout_id, last):
-            self._metrics = {}
+            self._metrics, self._recorded = {}, {}
             start = time.perf_counter()
             yield rollout_id
             self._metrics["perf/step_time"] = time.perf_counter() - start
@@ -103,6 +104,8 @@ class Job:
         asked = checkpoints.sentinel_requested(sentinel)
         if not (asked or self._save_is_due(rollout_id)):
             return
+        # On disk before the checkpoint is: a run that resumes there does not repeat this rollout.
+        self._record(rollout_id)
         async with self._phase("train", "save_time", f"rollout {rollout_id}: saving"):
             if asked:
                 checkpoints.mark_requested(options.save, rollout_id + 1)
@@ -129,6 +132,8 @@ class Job:
         """Evaluate when the interval says so; the step is the number of completed rollouts."""
         interval = self.config.evaluation.eval_interval
         if interval is not None and (rollout_id + 1) % interval == 0:
+            # What is known of the rollout survives a failure in here.
+            self._record(rollout_id)
             await self._evaluate(rollout_id + 1)
 
     async def _bring_up(self) -> None:
@@ -138,9 +143,7 @@ class Job:
         layout = plan_layout(config, with_engines=with_engines, with_trainer=with_trainer)
         self.console.say(f"run directory: {self.run_dir}")
         with self.console.phase("starting"):
-            self._placement = await asyncio.to_thread(
-                reserve, layout, config.cluster.placement_timeout_s
-            )
+            self._placement = await reserve(layout, config.cluster.placement_timeout_s)
             config = with_num_rollout(config, await self._rollout.start())
             self.config = config
             self.console = RunConsole(config.data.num_rollout or 0)
@@ -239,8 +242,14 @@ class Job:
         metrics, seconds = self._metrics, self._metrics["perf/step_time"]
         if "rollout/num_tokens" in metrics:
             metrics["perf/tokens_per_s"] = metrics["rollout/num_tokens"] / seconds
-        self._tracker.log(rollout_id + 1, metrics)
+        self._record(rollout_id)
         self.console.rollout(rollout_id, metrics)
+
+    def _record(self, rollout_id: int) -> None:
+        """Log the metrics of the rollout that have not been logged yet."""
+        new = {k: v for k, v in self._metrics.items() if self._recorded.get(k) != v}
+        self._tracker.log(rollout_id + 1, new)
+        self._recorded |= new
 
     def _save_is_due(self, rollout_id: int) -> bool:
         interval = self.config.checkpoint.save_interval

@@ -105,7 +105,7 @@ def summary(run_dir: Path) -> str:
     rewards = [row["rollout/raw_reward"] for row in rows]
     ends = min(ENDS, max(1, len(rewards) // 2))
     first, last = statistics.fmean(rewards[:ends]), statistics.fmean(rewards[-ends:])
-    seconds = statistics.median(row["perf/step_time"] for row in rows)
+    seconds = statistics.median(row["perf/step_time"] for row in rows if "perf/step_time" in row)
     return (
         f"share of right answers: {first:.3f} in the first {ends} rollouts, {last:.3f} in the "
         f"last {ends}; {seconds:.1f} s a rollout (median)\n"

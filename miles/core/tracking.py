@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+METRICS_FILE = "metrics.jsonl"
+
 
 @dataclass(frozen=True, kw_only=True)
 class WandbSettings:
@@ -33,7 +35,9 @@ class Tracker:
         wandb: WandbSettings | None = None,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        path = run_dir / METRICS_FILE
+        _drop_torn_line(path)
+        self._file = path.open("a", encoding="utf-8")
         self._tensorboard: Any = None
         if tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -62,13 +66,26 @@ class Tracker:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of a run's ``metrics.jsonl``; a resumed run's later row replaces an earlier one of
-    the same step and the same names."""
-    rows: dict[tuple[int, frozenset[str]], dict[str, Any]] = {}
-    for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+    """One row for each step of a run's ``metrics.jsonl``, in order of steps.
+
+    A step's metrics may come in several lines (before a save, after it, evaluation); of a name
+    that occurs again, as in a run that was resumed, the last value counts."""
+    rows: dict[int, dict[str, Any]] = {}
+    for line in (run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        rows[row["step"], frozenset(row)] = row
-    return sorted(rows.values(), key=lambda row: row["step"])
+        rows.setdefault(row["step"], {}).update(row)
+    return [rows[step] for step in sorted(rows)]
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut off what a killed process left of its last line: the next one would be joined to it."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    complete = content.rfind(b"\n") + 1
+    if complete < len(content):
+        with path.open("r+b") as file:
+            file.truncate(complete)
 
 
 def _plain(value: float) -> float | None:

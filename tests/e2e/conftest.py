@@ -1,6 +1,5 @@
 """Runs of ``train.py`` as a user starts them, on one Ray cluster for the whole session."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,6 +9,8 @@ from typing import Any
 
 import pytest
 import ray
+
+from miles.core.tracking import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,5 +86,5 @@ def run_train(environment: dict[str, str]) -> Runner:
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    """One row for each step."""
+    return read_metrics(run_dir)

@@ -109,7 +109,7 @@ def test_an_interrupt_ends_every_process_and_leaves_the_last_checkpoint_valid(
             "run-dir": tmp_path / "run",
         }
     )
-    wait_until(lambda: completed(tmp_path / "run") >= 2, process)
+    wait_until(lambda: completed(tmp_path / "run") >= 3, process)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=100)
     assert process.returncode == 130, output
@@ -136,6 +136,26 @@ def test_a_failure_in_user_code_names_actor_rollout_and_cause(
     assert "the tool server is gone" in line
 
 
+@pytest.mark.full
+def test_a_failure_in_evaluation_keeps_the_metrics_of_the_rollout_before_it(
+    run_train: Runner, base_flags: dict[str, Any], tmp_path: Path
+) -> None:
+    result = run_train(
+        {
+            **base_flags,
+            "eval-function-path": "tests.e2e.broken_hooks.fail_to_evaluate",
+            "eval-interval": 2,
+            "skip-eval-before-train": True,
+            "run-dir": tmp_path,
+        }
+    )
+    assert result.returncode == 1
+    assert "evaluation after 2 rollouts" in result.stderr
+    rows = metrics_of(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert "train/grad_norm" in rows[1]
+
+
 def test_a_disk_that_fills_during_a_save_leaves_the_older_checkpoint(
     run_train: Runner, base_flags: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -154,6 +174,7 @@ def test_a_disk_that_fills_during_a_save_leaves_the_older_checkpoint(
         )
         assert result.returncode == 1
         assert "saving after rollout 1" in result.stderr
+        assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2], "it was trained"
         assert read_tracker(disk / "ckpt") == 1
         assert check_load(str(disk / "ckpt")) == []
     finally:
