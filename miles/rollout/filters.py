@@ -9,9 +9,12 @@ from miles.rollout.batch import is_zero_variance, raw_reward
 def check_reward_nonzero_std(group: Group, config: MilesConfig) -> FilterDecision:
     """Keep a group whose rewards differ: one of equal rewards has no advantage to learn from.
 
-    A group of a single sample is kept; its spread says nothing.
+    Samples that failed have no reward to compare. A group of a single one is kept; its spread says
+    nothing.
     """
-    rewards = [raw_reward(sample, config) for sample in group]
+    rewards = [raw_reward(s, config) for s in group if s.status is not Status.FAILED]
+    if len(rewards) < 2 <= len(group) or not rewards:
+        return FilterDecision(False, "failed")
     if is_zero_variance(rewards):
         return FilterDecision(False, f"zero_std_{rewards[0]:.1f}")
     return FilterDecision(True)

@@ -25,6 +25,17 @@ def test_different_rewards_are_kept(tokenizer: Any) -> None:
         assert check_reward_nonzero_std(group, made_config(reward_key="a")).keep
 
 
+def test_the_default_reward_of_a_failed_sample_is_no_difference(tokenizer: Any) -> None:
+    for rewards, num_failed in (([1.0, 1.0, 0.0], 1), ([1.0, 0.0, 0.0], 2), ([0.0, 0.0], 2)):
+        group = group_of(tokenizer, rewards)
+        for sample in group[-num_failed:]:
+            sample.status = Status.FAILED
+        assert not check_reward_nonzero_std(group, made_config()).keep
+    group = group_of(tokenizer, [1.0, 0.5, 0.0])
+    group[2].status = Status.FAILED
+    assert check_reward_nonzero_std(group, made_config()).keep
+
+
 def test_a_group_of_one_sample_is_kept(tokenizer: Any) -> None:
     assert check_reward_nonzero_std(group_of(tokenizer, [0.0]), made_config()).keep
 
