@@ -25,10 +25,7 @@ def check(config: MilesConfig) -> list[Problem]:
     spec = config.data.prompt_data
     if spec is not None:
         problems += check_spec("--prompt-data", spec)
-    elif (
-        config.hooks.data_source_path is None
-        and config.observability.load_debug_rollout_data is None
-    ):
+    elif config.hooks.data_source_path is None and reads_prompts(config):
         problems.append(Problem("--prompt-data", None, "give the prompts (or --data-source-path)"))
     pairs = config.evaluation.eval_prompt_data
     names = pairs[::2]
@@ -38,6 +35,13 @@ def check(config: MilesConfig) -> list[Problem]:
     for eval_spec in pairs[1::2]:
         problems += check_spec("--eval-prompt-data", eval_spec)
     return problems
+
+
+def reads_prompts(config: MilesConfig) -> bool:
+    """Whether the job takes prompts: recorded rollouts have theirs, but a user's evaluation
+    function gets the source."""
+    recorded = config.observability.load_debug_rollout_data is not None
+    return not recorded or config.hooks.eval_function_path is not None
 
 
 def make_source(config: MilesConfig, tokenizer: Any) -> DataSource:

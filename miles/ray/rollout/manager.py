@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import ray
 
+from miles.config.derived import generates_rollouts
 from miles.config.root import MilesConfig
 from miles.contracts.hooks import DataSource, RolloutContext, RolloutOutput, load_hook
 from miles.contracts.types import Group, Prompt
@@ -19,7 +20,7 @@ from miles.rollout.collect import Collector
 from miles.rollout.engine_set import EngineAddresses
 from miles.rollout.evaluate import evaluate
 from miles.rollout.pool import EnginePool
-from miles.rollout.prompts import eval_sources, make_source
+from miles.rollout.prompts import eval_sources, make_source, reads_prompts
 
 STATE_FILE = "rollout_state.msgpack"
 
@@ -62,10 +63,10 @@ class RolloutManager:
         )
         self._config = config = with_context_length(config)
         self._eval_sets = eval_sources(config, self._tokenizer)
-        if config.observability.load_debug_rollout_data is not None:
+        if not reads_prompts(config):
             return None
         self._source = make_source(config, self._tokenizer)
-        if config.algorithm.loss_type != "sft_loss":
+        if generates_rollouts(config):
             self._collector = Collector(config, self._pool, self._tokenizer, self._source)
         return len(self._source)
 
@@ -130,9 +131,6 @@ class RolloutManager:
             self._source.load_state_dict(state["source"])
         if self._collector is not None and state["collector"] is not None:
             self._collector.load_state_dict(state["collector"])
-
-    async def stop(self) -> None:
-        await self._pool.close()
 
     async def _groups(self, rollout_id: int) -> RolloutOutput:
         debug_path = self._config.observability.load_debug_rollout_data

@@ -335,3 +335,10 @@ def test_importing_the_module_loads_neither_torch_nor_transformers() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_recorded_rollouts_need_prompts_only_for_a_users_evaluation() -> None:
+    recorded = {"load_debug_rollout_data": "rollout-{rollout_id}", "prompt_data": None}
+    assert check(made_config(**recorded)) == []
+    (problem,) = check(made_config(**recorded, eval_function_path="judge.evaluate"))
+    assert problem.flag == "--prompt-data"
