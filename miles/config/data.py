@@ -46,7 +46,11 @@ class DataConfig:
         int | None, Doc("Rollouts to run, counted from 0 (also after a resume).")
     ] = None
     num_epoch: Annotated[
-        int | None, Doc("Epochs over the prompts: the other way to say --num-rollout.")
+        int | None,
+        Doc(
+            "Epochs over the prompts: the other way to say --num-rollout (rounded down to whole "
+            "rollouts; the prompts of one may span two epochs)."
+        ),
     ] = None
     start_rollout_id: Annotated[
         int | None, Doc("First rollout id; by default what the checkpoint says, else 0.")
