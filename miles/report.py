@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.core.console import RunConsole
-from miles.core.tracking import read_metrics
+from miles.core.tracking import METRICS_FILE, read_metrics
 
 REWARD = "rollout/raw_reward"
 SMOOTHING_WINDOW = 10
@@ -65,17 +65,19 @@ def draw_reward(run_dir: Path, title: str | None = None) -> Path | None:
 
 
 def summarize(run_dir: Path, console: RunConsole, num_ends: int = 25) -> None:
-    """Print first against last rollouts."""
-    rows = read_metrics(run_dir)
+    """Print first against last rollouts, at most half of them each."""
+    rows = [row for row in read_metrics(run_dir) if row["step"] > 0]
+    ends = min(num_ends, max(1, len(rows) // 2))
     table: list[list[str]] = []
     for label, name, form in SUMMARY:
         _, values = series(rows, name)
         if values:
-            ends = min(num_ends, max(1, len(values) // 2))
             first, last = statistics.fmean(values[:ends]), statistics.fmean(values[-ends:])
             table.append([label, form.format(first), form.format(last)])
     if table:
-        console.table(f"First and last {num_ends} rollouts (means)", ["", "first", "last"], table)
+        console.table(
+            f"Means of the first {ends} and the last {ends} rollouts", ["", "first", "last"], table
+        )
 
 
 def _is_eval_score(name: str) -> bool:
@@ -86,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("run_dir", type=Path)
     run_dir = parser.parse_args(argv).run_dir
+    if not (run_dir / METRICS_FILE).is_file():
+        parser.error(f"{run_dir} has no {METRICS_FILE}: give the --run-dir of a run")
     console = RunConsole(0)
     summarize(run_dir, console)
     picture = draw_reward(run_dir)

@@ -1,0 +1,41 @@
+"""The table and the picture at the end of a run."""
+
+from pathlib import Path
+
+import pytest
+
+from miles.core.console import RunConsole
+from miles.core.tracking import Tracker
+from miles.report import draw_reward, main, summarize
+
+
+def record(run_dir: Path, rewards: list[float]) -> None:
+    tracker = Tracker(run_dir)
+    tracker.log(0, {"eval/digits": 0.5})
+    for step, reward in enumerate(rewards, 1):
+        tracker.log(step, {"rollout/raw_reward": reward})
+    tracker.close()
+
+
+def test_the_table_says_over_how_many_rollouts_it_takes_means(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path, [0.1, 0.3, 0.9, 0.5, 0.7])
+    summarize(tmp_path, RunConsole(5))
+    shown = capsys.readouterr().out
+    assert "first 2 and the last 2 rollouts" in shown
+    assert "0.200" in shown
+    assert "0.600" in shown
+
+
+def test_a_run_without_rewards_has_no_picture(tmp_path: Path) -> None:
+    record(tmp_path, [])
+    assert draw_reward(tmp_path) is None
+
+
+def test_a_directory_that_is_no_run_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([str(tmp_path)])
+    assert f"{tmp_path} has no metrics.jsonl" in capsys.readouterr().err
