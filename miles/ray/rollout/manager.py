@@ -85,6 +85,7 @@ class RolloutManager:
         )
         if log is not None:
             metrics = log(rollout_id, output.groups, metrics)
+        metrics = numbers(metrics, "--custom-rollout-log-function-path or a rollout function")
         shards = batch.make_batches(output.groups, self._config, rollout_id, dp_size)
         return GeneratedBatch(
             shards=[ray.put(shard) for shard in shards],
@@ -98,6 +99,7 @@ class RolloutManager:
         function = load_hook("eval_function_path", self._config.hooks.eval_function_path)
         if function is not None:
             metrics = await function(rollout_id, self._context())
+            metrics = numbers(metrics, "--eval-function-path")
             return {f"eval/{name}": value for name, value in metrics.items()}
         metrics, samples = await evaluate(
             rollout_id, self._eval_sets, self._config, self._pool, self._tokenizer
@@ -106,7 +108,9 @@ class RolloutManager:
             "custom_eval_rollout_log_function_path",
             self._config.hooks.custom_eval_rollout_log_function_path,
         )
-        return metrics if log is None else log(rollout_id, samples, metrics)
+        if log is not None:
+            metrics = log(rollout_id, samples, metrics)
+        return numbers(metrics, "--custom-eval-rollout-log-function-path")
 
     async def save(self, folder: str) -> None:
         """Write the data position and unfinished groups into a checkpoint's folder."""
@@ -151,6 +155,16 @@ class RolloutManager:
             tokenizer=self._tokenizer,
             data_source=self._source,
         )
+
+
+def numbers(metrics: Any, source: str) -> dict[str, float]:
+    """Metrics as the tracker takes them. Raises ``ValueError`` that names the user's function."""
+    try:
+        return {name: float(value) for name, value in metrics.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{source} must return metrics as an object of names and numbers ({error})"
+        ) from error
 
 
 def readable(groups: list[Group], limit: int = 4) -> list[dict[str, Any]]:

@@ -1,0 +1,34 @@
+"""What the rollout manager takes from the user's functions, and how epochs become rollouts."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miles.ray.rollout.manager import numbers, with_num_rollout
+from tests.unit.rollout.scripted import made_config
+
+
+@pytest.mark.parametrize("returned", [None, [1.0], {"a": None}, {"a": "many"}])
+def test_metrics_that_are_no_numbers_are_refused_with_the_function_named(returned: Any) -> None:
+    with pytest.raises(ValueError, match=r"--eval-function-path must return metrics"):
+        numbers(returned, "--eval-function-path")
+
+
+def test_metrics_of_any_number_type_become_floats() -> None:
+    assert numbers({"a": np.float32(0.5), "b": True, "c": 2}, "") == {"a": 0.5, "b": 1.0, "c": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "num_epoch", "batch", "expected"),
+    [(10, 1, 4, 2), (10, 2, 4, 5), (3, 1, 4, 1), (1000, 3, 128, 23)],
+)
+def test_epochs_become_whole_rollouts(
+    num_prompts: int, num_epoch: int, batch: int, expected: int
+) -> None:
+    config = made_config(num_epoch=num_epoch, rollout_batch_size=batch)
+    assert with_num_rollout(config, num_prompts).data.num_rollout == expected
+
+
+def test_a_given_number_of_rollouts_stays() -> None:
+    assert with_num_rollout(made_config(num_rollout=7), 1000).data.num_rollout == 7
