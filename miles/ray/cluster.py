@@ -7,9 +7,15 @@ import ray
 
 from miles.core import logging
 
+WORKING_DIR = "MILES_WORKING_DIR"
+"""Environment variable of the workers: where the driver is."""
+
+log = logging.get(__name__)
+
 
 def start() -> None:
-    """Connect the driver. Actors import this checkout, whatever directory the driver is in."""
+    """Connect the driver. Actors import this checkout, and relative paths mean the same to them as
+    to the driver, whatever directory the cluster was started in."""
     logging.setup("driver")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
@@ -20,9 +26,28 @@ def start() -> None:
     ray.init(
         include_dashboard=False,
         logging_level=logging.ERROR,
-        # Progress bars of several processes at once would overwrite each other and the run's lines.
-        runtime_env={"env_vars": {"PYTHONPATH": python_path, "TQDM_DISABLE": "1"}},
+        runtime_env={
+            "env_vars": {
+                "PYTHONPATH": python_path,
+                WORKING_DIR: os.getcwd(),
+                # Progress bars of several processes would overwrite each other and the run's lines.
+                "TQDM_DISABLE": "1",
+            },
+            "worker_process_setup_hook": f"{__name__}.{enter_working_dir.__name__}",
+        },
     )
+
+
+def enter_working_dir() -> None:
+    """Run by Ray in every worker process before anything else."""
+    folder = os.environ[WORKING_DIR]
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        log.warning(
+            "this machine cannot enter the driver's directory, so relative paths differ here: %s",
+            error,
+        )
 
 
 def stop() -> None:

@@ -71,10 +71,12 @@ def run_train(environment: dict[str, str]) -> Runner:
     """Run ``train.py`` with flags; the result has its exit code and what it printed."""
     from miles.utils.external_utils.command_utils import to_argv
 
-    def run(flags: dict[str, Any], *, timeout: float = 150) -> "subprocess.CompletedProcess[str]":
+    def run(
+        flags: dict[str, Any], *, timeout: float = 150, cwd: Path = ROOT
+    ) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
             [sys.executable, str(ROOT / "train.py"), *to_argv(flags)],
-            cwd=ROOT,
+            cwd=cwd,
             env=environment,
             capture_output=True,
             text=True,
