@@ -104,8 +104,9 @@ def read_tracker(load: str | Path) -> int | None:
     return int(text)
 
 
-def resolve_load(load: str | None) -> Path | None:
-    """Directory of the step to resume from, or ``None`` for a fresh start (logged).
+def resolve_load(load: str | None, *, announce: bool = True) -> Path | None:
+    """Directory of the step to resume from, or ``None`` for a fresh start, which is logged by the
+    one of a job's processes that is to ``announce`` it.
 
     Fresh: no ``--load``; a missing or empty directory; one with neither tracker nor ``iter_*``.
     Everything else that is not a complete checkpoint raises ``ConfigError``.
@@ -114,7 +115,8 @@ def resolve_load(load: str | None) -> Path | None:
         return None
     folder = Path(load)
     if not folder.exists():
-        log.info("--load %s does not exist yet: fresh start", load)
+        if announce:
+            log.info("--load %s does not exist yet: fresh start", load)
         return None
     if not folder.is_dir():
         raise _refused(load, "is a file; give the directory that holds iter_*")
@@ -123,7 +125,8 @@ def resolve_load(load: str | None) -> Path | None:
     if iteration is None:
         if _iterations(folder):
             raise _refused(load, f"has {_steps(folder)} but no {TRACKER}; write one of them there")
-        log.info("--load %s holds no checkpoint yet: fresh start", load)
+        if announce:
+            log.info("--load %s holds no checkpoint yet: fresh start", load)
         return None
     final = step_dir(folder, iteration)
     for step in (final, _replaced(final)):
@@ -135,7 +138,7 @@ def resolve_load(load: str | None) -> Path | None:
 def check_load(load: str | None) -> list[Problem]:
     """The same rules when the command line is parsed, plus sizes of the files; reads no tensor."""
     try:
-        step = resolve_load(load)
+        step = resolve_load(load, announce=False)
         if step is not None:
             verify(step)
     except ConfigError as error:

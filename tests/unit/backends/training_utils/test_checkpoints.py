@@ -55,6 +55,8 @@ def test_a_directory_without_checkpoints_is_a_fresh_start_with_one_line(
     (line,) = lines
     assert str(folder) in line
     assert checkpoints.check_load(str(folder)) == []
+    assert checkpoints.resolve_load(str(folder), announce=False) is None
+    assert lines == [line], "the other processes of a job that look there say nothing"
 
 
 def test_no_load_flag_is_a_fresh_start() -> None:
