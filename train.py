@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from miles.config.errors import ConfigError
 from miles.config.root import MilesConfig
 from miles.utils.arguments import parse_args
 
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         asyncio.run(train(config))
-    except JobError as error:
+    except (JobError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

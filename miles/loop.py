@@ -25,7 +25,7 @@ from miles.ray.train.group import TrainGroup
 from miles.report import draw_reward, summarize
 from miles.rundir import make_run_dir, make_tracker, write_samples
 
-SHUTDOWN_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 30.0
 
 
 class Job:
@@ -39,6 +39,7 @@ class Job:
         self._metrics: dict[str, float] = {}
         self._recorded: dict[str, float] = {}
         self._first_rollout_id = 0
+        self._resumed = False
         self._placement: Placement | None = None
         self._rollout = RolloutService(config)
         self._engines: EngineGroup | None = None
@@ -51,8 +52,8 @@ class Job:
     async def start(cls, config: MilesConfig) -> AsyncGenerator["Job"]:
         """Bring every process up; on the way out, however that comes, take them all down."""
         run_dir = make_run_dir(config)
-        cluster.start()
         try:
+            cluster.start()
             job = cls(config, run_dir)
             try:
                 await job._bring_up()
@@ -70,6 +71,8 @@ class Job:
         limit = self.config.observability.debug_exit_after_rollout
         if limit is not None:
             last = min(last, self._first_rollout_id + limit)
+        if self._first_rollout_id >= last:
+            self.console.say(f"nothing left to run: {self._first_rollout_id} rollouts are done")
         for rollout_id in range(self._first_rollout_id, last):
             self._metrics, self._recorded = {}, {}
             start = time.perf_counter()
@@ -116,17 +119,26 @@ class Job:
             checkpoints.clear_sentinel(sentinel)
 
     async def sync_weights(self) -> None:
-        """Give the engines the trainer's current weights."""
-        if self._trainer is None or self._engines is None:
+        """Give the engines the trainer's current weights; one that died meanwhile is replaced."""
+        if self._trainer is None or self._engines is None or self._supervisor is None:
             return
+        replaced = await self._supervisor.replace_dead()
         async with self._phase("sync", "update_weights_time", "syncing weights"):
             await self._push_weights("weight sync")
+        if replaced:
+            await self._rollout.set_engines(self._engines.addresses)
 
     async def evaluate_before_training(self) -> None:
-        """Evaluate what the run starts from, unless told not to."""
-        options = self.config.evaluation
-        if options.eval_interval is not None and not options.skip_eval_before_train:
-            await self._evaluate(self._first_rollout_id)
+        """Evaluate what the run starts from, unless told not to.
+
+        A resumed run does so where the interval says: then the interrupted one may not have come
+        to it, and elsewhere an uninterrupted run would not evaluate.
+        """
+        options, first = self.config.evaluation, self._first_rollout_id
+        if options.eval_interval is None or options.skip_eval_before_train:
+            return
+        if not self._resumed or first % options.eval_interval == 0:
+            await self._evaluate(first)
 
     async def evaluate(self, rollout_id: int) -> None:
         """Evaluate when the interval says so; the step is the number of completed rollouts."""
@@ -172,34 +184,56 @@ class Job:
     async def _start_trainer(self) -> None:
         if self._trainer is not None:
             self._first_rollout_id = await self._trainer.init()
+        elif self.config.data.start_rollout_id is not None:
+            self._first_rollout_id = self.config.data.start_rollout_id
 
     async def _start_engines(self) -> None:
         if self._engines is not None:
             await self._rollout.set_engines(await self._engines.start())
 
     async def _resume_data(self) -> None:
-        folder = checkpoints.resolve_load(self.config.checkpoint.load)
-        if folder is not None:
-            await self._rollout.load(folder)
-            self.console.say(f"resumed from {folder}")
+        # Trainer rank 0 has said so if this is a fresh start.
+        announce = self._trainer is None
+        folder = checkpoints.resolve_load(self.config.checkpoint.load, announce=announce)
+        if folder is None:
+            return
+        self._resumed = True
+        await self._rollout.load(folder)
+        self.console.say(f"resumed from {folder}")
+        if self._trainer is None:
+            if self.config.data.start_rollout_id is None:
+                self._first_rollout_id = checkpoints.read_metadata(folder)["iteration"]
+            self.console.say("no trainer: engines generate with the weights of --hf-checkpoint")
 
     async def _finish(self) -> None:
         """The run is complete: everything durable, the picture drawn."""
         if self._trainer is not None:
-            await asyncio.wait_for(self._trainer.shutdown(), SHUTDOWN_TIMEOUT_S)
+            await self._shut_trainer_down(self._trainer)
         picture = draw_reward(self.run_dir)
         summarize(self.run_dir, self.console)
         if picture is not None:
             self.console.say(f"reward curve: {picture}")
 
+    async def _shut_trainer_down(self, trainer: TrainGroup) -> None:
+        """Wait for the last save in the background as long as for any other one."""
+        minutes = self.config.cluster.distributed_timeout_minutes
+        try:
+            await asyncio.wait_for(trainer.shutdown(), 60 * minutes)
+        except TimeoutError as error:
+            raise JobError(
+                f"the trainer did not finish its last save within {minutes} min "
+                "(--distributed-timeout-minutes)"
+            ) from error
+
     async def _take_down(self) -> None:
+        # First, so that it does not complain of engines that end.
+        self._rollout.kill()
         if self._engines is not None:
-            with contextlib.suppress(JobError, asyncio.TimeoutError):
-                await asyncio.wait_for(self._engines.stop(), SHUTDOWN_TIMEOUT_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._engines.stop(), STOP_TIMEOUT_S)
             self._engines.kill()
         if self._trainer is not None:
             self._trainer.kill()
-        self._rollout.kill()
         if self._placement is not None:
             self._placement.remove()
         self._tracker.close()

@@ -1,6 +1,5 @@
 """What a run shows on the terminal: a line for each rollout, phases while they run, a table."""
 
-import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -63,13 +62,3 @@ class RunConsole:
         for row in rows:
             table.add_row(*row)
         self._console.print(table)
-
-
-class Stopwatch:
-    """Seconds since it was made."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-
-    def seconds(self) -> float:
-        return time.perf_counter() - self._start

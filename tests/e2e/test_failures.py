@@ -95,6 +95,25 @@ def test_a_killed_engine_is_replaced_and_no_rollout_is_lost(
     assert not engines_of(own_model)
 
 
+@pytest.mark.full
+def test_an_engine_that_dies_while_the_trainer_works_is_replaced(
+    run_train: Runner, base_flags: dict[str, Any], own_model: Path, tmp_path: Path
+) -> None:
+    hook = "tests.e2e.broken_hooks.kill_the_engines_after_the_second_rollout"
+    result = run_train(
+        {
+            **base_flags,
+            "hf-checkpoint": own_model,
+            "custom-reward-post-process-path": hook,
+            "run-dir": tmp_path,
+        }
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "restarting it" in result.stdout + result.stderr
+    assert [row["step"] for row in metrics_of(tmp_path)] == [1, 2, 3]
+    assert not engines_of(own_model)
+
+
 def test_an_interrupt_ends_every_process_and_leaves_the_last_checkpoint_valid(
     start: Start, base_flags: dict[str, Any], own_model: Path, tmp_path: Path
 ) -> None:

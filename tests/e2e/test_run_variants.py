@@ -94,6 +94,17 @@ def test_training_from_recorded_rollouts_equals_training_from_live_ones(
 
 
 @pytest.mark.full
+def test_a_run_without_trainer_starts_at_the_rollout_it_is_told_to(
+    run_train: Runner, base_flags: dict[str, Any], tmp_path: Path
+) -> None:
+    result = run_train(
+        {**base_flags, "debug-rollout-only": True, "start-rollout-id": 2, "run-dir": tmp_path}
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [row["step"] for row in metrics_of(tmp_path)] == [3]
+
+
+@pytest.mark.full
 def test_a_run_killed_at_any_moment_resumes_to_the_same_numbers(
     run_train: Runner,
     environment: dict[str, str],

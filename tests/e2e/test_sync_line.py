@@ -20,27 +20,44 @@ def numbers(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
+def flags(base_flags: dict[str, Any], reverse_data: Path) -> dict[str, Any]:
+    """Evaluated before the first rollout and after the third."""
+    return {
+        **base_flags,
+        "num-rollout": 4,
+        "eval-interval": 3,
+        "eval-prompt-data": ["digits", f"{reverse_data / 'eval.jsonl'}@[:4]"],
+    }
+
+
+def rollouts(run_dir: Path) -> list[dict[str, Any]]:
+    return [row for row in metrics_of(run_dir) if row["step"] > 0]
+
+
+@pytest.fixture(scope="module")
 def reference_run(
-    run_train: Runner, base_flags: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+    run_train: Runner, flags: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Four uninterrupted rollouts, disaggregated, with checkpoints and an export."""
+    """Four uninterrupted rollouts, disaggregated, with checkpoints and an export.
+
+    Its paths are relative to another directory than the one that the cluster was started in."""
     folder = tmp_path_factory.mktemp("reference")
     result = run_train(
         {
-            **base_flags,
-            "num-rollout": 4,
-            "save": folder / "ckpt",
+            **flags,
+            "save": "ckpt",
             "save-interval": 2,
-            "save-hf": folder / "hf-{rollout_id}",
-            "run-dir": folder / "run",
-        }
+            "save-hf": "hf-{rollout_id}",
+            "run-dir": "run",
+        },
+        cwd=folder,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return folder
 
 
 def test_every_rollout_is_recorded_and_weights_advance(reference_run: Path) -> None:
-    rows = metrics_of(reference_run / "run")
+    rows = rollouts(reference_run / "run")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     versions = [row["rollout/weight_version"] for row in rows]
     assert versions == [2, 3, 4, 5]
@@ -50,7 +67,7 @@ def test_every_rollout_is_recorded_and_weights_advance(reference_run: Path) -> N
 
 
 def test_the_first_step_sees_the_engines_own_log_probs(reference_run: Path) -> None:
-    for row in metrics_of(reference_run / "run"):
+    for row in rollouts(reference_run / "run"):
         assert row["train/train_rollout_logprob_abs_diff"] < 1e-5
 
 
@@ -67,17 +84,15 @@ def test_the_export_is_what_transformers_loads(reference_run: Path) -> None:
 
 
 def test_a_colocated_run_equals_the_disaggregated_one(
-    run_train: Runner, base_flags: dict[str, Any], reference_run: Path, tmp_path: Path
+    run_train: Runner, flags: dict[str, Any], reference_run: Path, tmp_path: Path
 ) -> None:
     # Without --rollout-engine too: its default must find the same engine.
     omitted = ("rollout-num-gpus", "rollout-engine")
-    flags = {k: v for k, v in base_flags.items() if k not in omitted}
     result = run_train(
         {
-            **flags,
+            **{k: v for k, v in flags.items() if k not in omitted},
             "colocate": True,
             "rollout-num-gpus-per-engine": 2,
-            "num-rollout": 4,
             "run-dir": tmp_path,
         }
     )
@@ -87,9 +102,9 @@ def test_a_colocated_run_equals_the_disaggregated_one(
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
-    run_train: Runner, base_flags: dict[str, Any], reference_run: Path, tmp_path: Path
+    run_train: Runner, flags: dict[str, Any], reference_run: Path, tmp_path: Path
 ) -> None:
-    flags = {**base_flags, "num-rollout": 4, "save": tmp_path / "ckpt", "load": tmp_path / "ckpt"}
+    flags = {**flags, "save": tmp_path / "ckpt", "load": tmp_path / "ckpt"}
     first = run_train(
         {**flags, "save-interval": 2, "debug-exit-after-rollout": 2, "run-dir": tmp_path / "a"}
     )

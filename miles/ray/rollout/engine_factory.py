@@ -21,7 +21,7 @@ from miles.config.root import MilesConfig
 from miles.contracts.engine import EngineError
 from miles.core import device, logging
 from miles.core.registry import Registry
-from miles.ray.errors import JobError, call, call_all, gather, kill
+from miles.ray.errors import JobError, call, gather, kill
 from miles.ray.placement import Layout, Placement
 from miles.rollout.engine_client import EngineClient
 from miles.rollout.engine_set import EngineAddresses
@@ -216,10 +216,9 @@ class EngineGroup:
         return list(await asyncio.gather(*(holder.pid.remote() for holder in self._holders)))
 
     async def stop(self) -> None:
-        await call_all(
-            {f"engine {i}": holder.stop.remote() for i, holder in enumerate(self._holders)},
-            during="shutdown",
-        )
+        """End every server; a holder that is gone, or fails, does not keep the others from it."""
+        stops = (holder.stop.remote() for holder in self._holders)
+        await asyncio.gather(*stops, return_exceptions=True)
 
     def kill(self) -> None:
         for holder in self._holders:

@@ -42,9 +42,17 @@ class EngineSupervisor:
                     return task.result()
                 failed = await self._failed()
                 if failed:
-                    await self._replace(failed)
+                    await self._restart(failed)
+                    await self._heal()
         finally:
             task.cancel()
+
+    async def replace_dead(self) -> bool:
+        """Replace engines that ended while nothing watched them, without healing: for a caller that
+        is about to sync weights. Returns whether there were any."""
+        dead = await self._engines.find_dead()
+        await self._restart(dead)
+        return bool(dead)
 
     async def _failed(self) -> list[int]:
         dead = await self._engines.find_dead()
@@ -54,7 +62,7 @@ class EngineSupervisor:
         self._last_probe = time.monotonic()
         return await self._engines.find_unhealthy(self._options.rollout_health_check_timeout)
 
-    async def _replace(self, positions: list[int]) -> None:
+    async def _restart(self, positions: list[int]) -> None:
         for index in positions:
             self._restarts += 1
             if self._restarts > MAX_RESTARTS:
@@ -64,4 +72,3 @@ class EngineSupervisor:
                 )
             logger.warning("engine %d ended or hangs: restarting it", index)
             await self._engines.restart(index)
-        await self._heal()
