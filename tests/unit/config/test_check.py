@@ -250,6 +250,12 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
         ("--debug-rollout-only", "--load-debug-rollout-data", "x"),
         (),
     ),
+    (
+        conflict.supervised_runs_train,
+        "--debug-rollout-only, --loss-type",
+        ("--debug-rollout-only", *SFT),
+        NOT_SFT,
+    ),
     (conflict.one_half_precision, "--fp16, --fp32", ("--fp16", "--fp32"), ()),
     (
         conflict.exports_replace_only_exports,
