@@ -44,7 +44,11 @@ def _dataset_of(job: Mapping[str, Any]) -> Any:
 
 
 def grade_gym(job: Mapping[str, Any]) -> float:
-    """The family's score of the answer; 0 when its grader raises on it."""
+    """The family's score of the answer; 0 when its grader raises on it, but not on the right one.
+
+    Raises what the grader raises when it cannot even score the entry's own answer: then the entry
+    is at fault, and a 0 would blame the model for it.
+    """
     from reasoning_gym.utils import extract_answer
 
     dataset = _dataset_of(job)
@@ -54,6 +58,7 @@ def grade_gym(job: Mapping[str, Any]) -> float:
     try:
         return float(dataset.score_answer(answer, entry))
     except Exception:  # graders parse what a model wrote: any error of theirs is a wrong answer
+        dataset.score_answer(entry["answer"], entry)
         return 0.0
 
 
