@@ -1,4 +1,7 @@
-"""Trainer ranks for tests: processes that are started once and run many jobs over gloo."""
+"""Trainer ranks for tests: processes that are started once and run many jobs.
+
+Over gloo, or, where there are accelerators, each on a device of its own.
+"""
 
 import multiprocessing as mp
 import os
@@ -80,7 +83,7 @@ def _serve(pipe: Connection) -> None:
         os.environ.update(
             RANK=str(rank),
             WORLD_SIZE=str(world_size),
-            LOCAL_RANK="0",
+            LOCAL_RANK=str(rank),
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),
             TORCHELASTIC_USE_AGENT_STORE="True",

@@ -42,6 +42,7 @@ from miles.contracts.types import (
     TokenStats,
     TrainBatch,
 )
+from miles.core import device
 from miles.rollout.batch import make_batches
 
 VOCABULARY = 64
@@ -147,7 +148,7 @@ def log_probs_of(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[
     actor, _ = start(config)
     shard = rollouts[0][actor.parallel.rank]
     steps = build_micro_batches(
-        shard, packed=config.data.use_dynamic_batch_size, device=torch.device("cpu")
+        shard, packed=config.data.use_dynamic_batch_size, device=device.current_device()
     )
     by_sample: dict[int, list[tuple[float, float]]] = {}
     for batch in (b for step in steps for b in step):
@@ -305,7 +306,7 @@ def step_with_a_bad_gradient(
     """A good step, one whose loss is ``bad`` on rank 1 alone, and a good one."""
     actor, _ = start(config)
     batches = build_micro_batches(
-        rollouts[0][actor.parallel.rank], packed=True, device=torch.device("cpu")
+        rollouts[0][actor.parallel.rank], packed=True, device=device.current_device()
     )[0]
 
     def loss(batch: MicroBatch, stats: TokenStats) -> LossOutput:
@@ -329,7 +330,7 @@ def step_with_a_constant_loss(
     """One step of a loss that does not depend on the model."""
     actor, _ = start(config)
     batches = build_micro_batches(
-        rollouts[0][actor.parallel.rank], packed=True, device=torch.device("cpu")
+        rollouts[0][actor.parallel.rank], packed=True, device=device.current_device()
     )[0]
 
     def loss(batch: MicroBatch, stats: TokenStats) -> LossOutput:
@@ -344,7 +345,7 @@ def reference_over_rollouts(
 ) -> list[dict[str, list[float]]]:
     """Log-probs of one micro-batch under policy and reference, before and after each rollout."""
     actor, _ = start(config, with_ref=True)
-    batch = build_micro_batches(rollouts[0][0], packed=True, device=torch.device("cpu"))[0][0]
+    batch = build_micro_batches(rollouts[0][0], packed=True, device=device.current_device())[0][0]
     seen: list[dict[str, list[float]]] = []
     for rollout_id in range(len(rollouts) + 1):
         policy, ref = (

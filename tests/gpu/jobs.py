@@ -1,0 +1,52 @@
+"""What the tests of this folder run on trainer ranks, beside the jobs of the CPU tests."""
+
+from typing import Any
+
+import torch
+
+from miles.backends.fsdp_utils.attention import NAME as PACKED_ATTENTION
+from miles.backends.fsdp_utils.model import HeadOptions
+from miles.backends.training_utils.packing import build_micro_batches
+from miles.config.root import MilesConfig
+from miles.contracts.types import TrainBatch
+from miles.core import device
+from tests.unit.backends.fsdp_utils.jobs import start, weights_of
+
+
+def memory_of_a_step(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
+    """Peak bytes of forward and backward over a rollout's first micro-batch, and its tokens."""
+    actor, _ = start(config)
+    model = actor.ops.model
+    shard = rollouts[0][actor.parallel.rank]
+    batch = build_micro_batches(shard, packed=True, device=device.current_device())[0][0]
+    held = device.memory_stats().allocated_bytes
+    torch.accelerator.reset_peak_memory_stats()
+    stats = model.token_stats(batch, HeadOptions(1.0), with_entropy=False)
+    stats.log_probs_R.sum().backward()
+    used = device.memory_stats().peak_bytes - held
+    actor.shutdown()
+    assert model.attention == PACKED_ATTENTION
+    return {"bytes": used, "tokens": batch.tokens_T.numel()}
+
+
+def memory_around_sleep(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
+    """Bytes of this rank awake and asleep, twice over, and the weights around it."""
+    actor, _ = start(config)
+    actor.train(0, rollouts[0][actor.parallel.rank])
+    before = weights_of(actor)
+    awake: list[int] = []
+    asleep: list[int] = []
+    for _ in range(2):
+        awake.append(device.memory_stats().allocated_bytes)
+        actor.sleep()
+        asleep.append(device.memory_stats().allocated_bytes)
+        actor.wake_up()
+    after = weights_of(actor)
+    stats = actor.train(1, rollouts[1][actor.parallel.rank])
+    actor.shutdown()
+    return {
+        "awake": awake,
+        "asleep": asleep,
+        "unchanged": before == after,
+        "steps": stats.steps,
+    }
