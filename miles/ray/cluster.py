@@ -6,6 +6,7 @@ from pathlib import Path
 import ray
 
 from miles.core import logging
+from miles.ray.errors import JobError
 
 WORKING_DIR = "MILES_WORKING_DIR"
 """Environment variable of the workers: where the driver is."""
@@ -15,7 +16,7 @@ log = logging.get(__name__)
 
 def start() -> None:
     """Connect the driver. Actors import this checkout, and relative paths mean the same to them as
-    to the driver, whatever directory the cluster was started in."""
+    to the driver, whatever directory the cluster was started in. Raises ``JobError``."""
     logging.setup("driver")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
@@ -23,19 +24,24 @@ def start() -> None:
     root = str(Path(__file__).resolve().parents[2])
     existing = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     python_path = os.pathsep.join(dict.fromkeys([root, os.getcwd(), *existing]))
-    ray.init(
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        runtime_env={
-            "env_vars": {
-                "PYTHONPATH": python_path,
-                WORKING_DIR: os.getcwd(),
-                # Progress bars of several processes would overwrite each other and the run's lines.
-                "TQDM_DISABLE": "1",
+    try:
+        ray.init(
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            runtime_env={
+                "env_vars": {
+                    "PYTHONPATH": python_path,
+                    WORKING_DIR: os.getcwd(),
+                    # Progress bars of several processes would overwrite each other.
+                    "TQDM_DISABLE": "1",
+                },
+                "worker_process_setup_hook": f"{__name__}.{enter_working_dir.__name__}",
             },
-            "worker_process_setup_hook": f"{__name__}.{enter_working_dir.__name__}",
-        },
-    )
+        )
+    except ConnectionError as error:
+        address = os.environ.get("RAY_ADDRESS")
+        remedy = "start that cluster, or unset RAY_ADDRESS to run on this machine alone"
+        raise JobError(f"no Ray cluster at RAY_ADDRESS={address} ({error}): {remedy}") from error
 
 
 def enter_working_dir() -> None:

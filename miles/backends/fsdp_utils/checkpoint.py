@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,13 @@ class Snapshot:
 class Checkpointer:
     """Writes checkpoints, at most one in the background, and reads them. Collective throughout."""
 
-    def __init__(self, config: CheckpointConfig, seed: int) -> None:
+    def __init__(self, config: CheckpointConfig, seed: int, timeout_minutes: float) -> None:
         self._config = config
         self._seed = seed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: Future[None] | None = None
         # Its own group: a save in the background must not meet the collectives of training.
-        group = dist.new_group(backend="gloo")
+        group = dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
 
