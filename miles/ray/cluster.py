@@ -1,6 +1,7 @@
 """Joins the Ray cluster of ``RAY_ADDRESS``, or starts one on this machine for this run."""
 
 import os
+import socket
 from pathlib import Path
 
 import ray
@@ -10,6 +11,8 @@ from miles.ray.errors import JobError
 
 WORKING_DIR = "MILES_WORKING_DIR"
 """Environment variable of the workers: where the driver is."""
+
+CONNECT_TIMEOUT_S = 10.0
 
 log = logging.get(__name__)
 
@@ -24,24 +27,37 @@ def start() -> None:
     root = str(Path(__file__).resolve().parents[2])
     existing = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     python_path = os.pathsep.join(dict.fromkeys([root, os.getcwd(), *existing]))
-    try:
-        ray.init(
-            include_dashboard=False,
-            logging_level=logging.ERROR,
-            runtime_env={
-                "env_vars": {
-                    "PYTHONPATH": python_path,
-                    WORKING_DIR: os.getcwd(),
-                    # Progress bars of several processes would overwrite each other.
-                    "TQDM_DISABLE": "1",
-                },
-                "worker_process_setup_hook": f"{__name__}.{enter_working_dir.__name__}",
+    require_reachable(os.environ.get("RAY_ADDRESS", ""))
+    ray.init(
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        runtime_env={
+            "env_vars": {
+                "PYTHONPATH": python_path,
+                WORKING_DIR: os.getcwd(),
+                # Progress bars of several processes would overwrite each other.
+                "TQDM_DISABLE": "1",
             },
-        )
-    except ConnectionError as error:
-        address = os.environ.get("RAY_ADDRESS")
-        remedy = "start that cluster, or unset RAY_ADDRESS to run on this machine alone"
-        raise JobError(f"no Ray cluster at RAY_ADDRESS={address} ({error}): {remedy}") from error
+            "worker_process_setup_hook": f"{__name__}.{enter_working_dir.__name__}",
+        },
+    )
+
+
+def require_reachable(address: str) -> None:
+    """Raise ``JobError`` when nothing listens at ``host:port``: Ray itself tries for minutes.
+
+    Other forms of an address (``auto``, ``local``) are left to Ray.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise JobError(
+            f"no Ray cluster at RAY_ADDRESS={address} ({error}): start it, or unset RAY_ADDRESS to "
+            "run on this machine alone"
+        ) from error
 
 
 def enter_working_dir() -> None:
