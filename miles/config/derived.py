@@ -1,6 +1,19 @@
 """What follows from several flags together; asked by the rules and by those who build the job."""
 
+import math
+
 from miles.config.root import MilesConfig
+
+
+def total_optimizer_steps(config: MilesConfig) -> int:
+    """Steps of the whole run, which the learning-rate schedule spans."""
+    data = config.data
+    if data.num_steps_per_rollout is not None:
+        per_rollout = data.num_steps_per_rollout
+    else:
+        samples = (data.rollout_batch_size or 1) * data.n_samples_per_prompt
+        per_rollout = math.ceil(samples / (data.global_batch_size or samples))
+    return (data.num_rollout or 1) * per_rollout
 
 
 def needs_reference(config: MilesConfig) -> bool:

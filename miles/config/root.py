@@ -35,6 +35,9 @@ class MilesConfig:
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     hooks: HooksConfig = field(default_factory=HooksConfig)
+    megatron_argv: tuple[str, ...] = ()
+    """Megatron's own arguments of a run on that backend, given and derived: its parser reads them
+    in the driver, to check them, and again in each trainer process."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by group: what is logged and checkpointed."""
