@@ -16,6 +16,15 @@ def total_optimizer_steps(config: MilesConfig) -> int:
     return (data.num_rollout or 1) * per_rollout
 
 
+def token_budget(config: MilesConfig) -> int | None:
+    """Tokens of a packed micro-batch, which the ranks of context parallelism share; ``None`` where
+    micro-batches have a number of samples instead."""
+    data = config.data
+    if not data.use_dynamic_batch_size or data.max_tokens_per_gpu is None:
+        return None
+    return data.max_tokens_per_gpu * config.cluster.context_parallel_size
+
+
 def needs_reference(config: MilesConfig) -> bool:
     """Whether KL to a reference model is computed (``--use-kl-loss`` alone only measures it)."""
     return config.algorithm.kl_coef != 0 or config.algorithm.use_kl_loss

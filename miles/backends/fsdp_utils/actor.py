@@ -39,7 +39,7 @@ class FSDPPolicyOps:
         self.parallel = parallel_state()
         mesh = build_mesh(config.fsdp.dp_replicate_size)
         options = LoadOptions(
-            make_precision(config.fsdp),
+            make_precision(config),
             config.fsdp.attn_implementation,
             config.fsdp.gradient_checkpointing,
         )

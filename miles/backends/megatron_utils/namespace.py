@@ -87,7 +87,7 @@ def _values(args: argparse.Namespace, config: MilesConfig) -> "Mapping[str, Any]
     return {
         **values,
         **batch,
-        "bf16": not (config.fsdp.fp16 or config.fsdp.fp32),
+        "bf16": not (config.precision.fp16 or config.precision.fp32),
         "train_iters": steps,
         "save_interval": config.checkpoint.save_interval or steps,
         # Losses are divided by the counts of the whole step already: gradients are summed.
