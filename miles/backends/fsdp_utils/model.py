@@ -20,12 +20,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from miles.backends.fsdp_utils import attention
 from miles.backends.fsdp_utils.precision import Precision
-from miles.backends.fsdp_utils.weights import (
-    Weight,
-    checkpoint_dtypes,
-    match_weights,
-    model_tensors,
-)
+from miles.backends.fsdp_utils.weights import Weight, match_weights, model_tensors
+from miles.backends.training_utils.hf_files import checkpoint_dtypes
 from miles.backends.training_utils.logprobs import token_stats, token_stats_from_logits
 from miles.backends.training_utils.packing import padded_inputs
 from miles.config.errors import ConfigError, Problem

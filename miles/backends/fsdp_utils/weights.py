@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -21,15 +21,6 @@ SHARD_BYTES = 5 * 10**9
 """Largest file of an export."""
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf")
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "BOOL": torch.bool,
-}
 
 
 @dataclass(frozen=True)
@@ -47,41 +38,6 @@ class Weight:
     @property
     def num_bytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
-
-
-def checkpoint_dtypes(path: str) -> dict[str, torch.dtype]:
-    """Dtype of each tensor in a Hugging Face directory, read from the headers.
-
-    Raises ``CheckpointDirError`` for dtypes that this backend does not train (quantized weights).
-    """
-    folder = Path(path)
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        files = [folder / name for name in sorted(names)]
-    else:
-        files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        return _pickled_dtypes(folder)
-    dtypes: dict[str, torch.dtype] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                code = tensors.get_slice(name).get_dtype()
-                if code not in _DTYPES:
-                    raise CheckpointDirError(
-                        f"{file}: {name} is stored as {code}; convert the checkpoint to bf16 first"
-                    )
-                dtypes[name] = _DTYPES[code]
-    return dtypes
-
-
-def _pickled_dtypes(folder: Path) -> dict[str, torch.dtype]:
-    dtypes: dict[str, torch.dtype] = {}
-    for file in sorted(folder.glob("pytorch_model*.bin")):
-        tensors = torch.load(file, mmap=True, weights_only=True, map_location="cpu")
-        dtypes |= {name: tensor.dtype for name, tensor in tensors.items()}
-    return dtypes
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
