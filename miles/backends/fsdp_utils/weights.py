@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from miles.backends.fsdp_utils.offload import HostStore
+from miles.backends.training_utils.offload_store import HostStore
 from miles.contracts.types import NamedTensor
 from miles.core import distributed
 from miles.core.hf import CheckpointDirError

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from miles.backends.fsdp_utils.actor import FSDPTrainRayActor
 from miles.backends.fsdp_utils.model import HeadOptions
-from miles.backends.fsdp_utils.offload import local_tensor
 from miles.backends.fsdp_utils.weights import export_hf
 from miles.backends.training_utils.checkpoints import read_tracker
+from miles.backends.training_utils.offload_store import local_tensor
 from miles.backends.training_utils.packing import build_micro_batches
 from miles.config.algorithm import AlgorithmConfig
 from miles.config.checkpoint import CheckpointConfig
