@@ -249,7 +249,7 @@ def attempt_saves(
                 actor.save_model(rollout_id)
                 if config.checkpoint.async_save:
                     # The limit is the process's: the thread must write under it.
-                    wait([actor._checkpointer._in_flight])
+                    wait([actor._checkpointer.writer.in_flight])
             except Exception as error:  # reported
                 errors.append(f"{rollout_id}: {error}")
     actor.shutdown()
