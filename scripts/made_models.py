@@ -102,7 +102,7 @@ def make_qwen3_moe(  # noqa: PLR0913
     return _write(Path(path), Qwen3MoeForCausalLM, config, alphabet, dtype, seed)
 
 
-def _write(  # noqa: PLR0913
+def _write(
     path: Path,
     model_class: Any,
     config: PreTrainedConfig,

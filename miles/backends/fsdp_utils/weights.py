@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from miles.backends.fsdp_utils.offload import HostStore
+from miles.backends.training_utils.offload_store import HostStore
 from miles.contracts.types import NamedTensor
 from miles.core.experts import ExpertSlice, expert_slices
 from miles.core.hf import CheckpointDirError
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -82,9 +83,7 @@ def dtypes_by_key(weights: Sequence[Weight]) -> dict[str, torch.dtype]:
     """Of each of the model's tensors: one that holds the dtypes of all its parts exactly."""
     dtypes: dict[str, torch.dtype] = {}
     for weight in weights:
-        dtypes[weight.key] = torch.promote_types(
-            dtypes.get(weight.key, weight.dtype), weight.dtype
-        )
+        dtypes[weight.key] = torch.promote_types(dtypes.get(weight.key, weight.dtype), weight.dtype)
     return dtypes
 
 
