@@ -17,8 +17,12 @@ from miles.core import logging
 
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
+RELEASE = "release"
+"""Megatron-LM's name for weights that no step has changed: in its tracker and as directory."""
 REQUESTED = "requested"
 """Empty file in a step that was asked for by the sentinel: retention leaves the step alone."""
+WEIGHTS_ONLY = {"weights_only": True}
+"""In the metadata of converted weights: rollout 0 starts from them, nothing else is resumed."""
 
 _STEP = re.compile(r"iter_(\d{7,})")
 _LEFTOVER = re.compile(r"iter_\d{7,}\.(tmp|gone)")
@@ -90,15 +94,17 @@ def publish(save: str | Path, iteration: int, metadata: Mapping[str, Any]) -> Pa
 
 
 def read_tracker(load: str | Path) -> int | None:
-    """Iteration of the newest complete checkpoint; ``None`` without a tracker file.
+    """Iteration of the newest complete checkpoint (of ``release``: 0); ``None`` without a tracker.
 
-    Raises ``ConfigError`` when the file holds anything but a number.
+    Raises ``ConfigError`` when the file holds anything else.
     """
     path = Path(load) / TRACKER
     try:
         text = path.read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
+    if text == RELEASE and (Path(load) / RELEASE).is_dir():
+        return 0
     if not (text.isascii() and text.isdigit()):
         raise _refused(load, f"{path} holds {text[:40]!r} instead of a step number; {_steps(load)}")
     return int(text)
@@ -129,7 +135,8 @@ def resolve_load(load: str | None, *, announce: bool = True) -> Path | None:
             log.info("--load %s holds no checkpoint yet: fresh start", load)
         return None
     final = step_dir(folder, iteration)
-    for step in (final, _replaced(final)):
+    released = [folder / RELEASE] if iteration == 0 else []
+    for step in (final, _replaced(final), *released):
         if step.is_dir():
             return step
     raise _refused(load, f"{TRACKER} says {iteration} but {final} is missing; {_steps(folder)}")
@@ -147,7 +154,11 @@ def check_load(load: str | None) -> list[Problem]:
 
 
 def read_metadata(step: Path) -> dict[str, Any]:
-    """What ``publish`` stored. Raises ``ConfigError`` when it is missing or unreadable."""
+    """What ``publish`` stored. Raises ``ConfigError`` when it is missing or unreadable.
+
+    A step that Megatron-LM itself (or its converters) wrote counts as weights only: its iterations
+    are not rollouts of ours.
+    """
     try:
         metadata = json.loads((step / METADATA).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -155,10 +166,17 @@ def read_metadata(step: Path) -> dict[str, Any]:
         raise _refused(step.parent, f"{reason}; {_steps(step.parent)}") from None
     except ValueError as error:
         raise _refused(step.parent, f"{step / METADATA} is not readable: {error}") from error
+    if isinstance(metadata, dict) and "sharded_backend" in metadata and "files" not in metadata:
+        return {"backend": "megatron", "iteration": 0, "files": {}, **WEIGHTS_ONLY}
     complete = isinstance(metadata, dict) and {"files", "iteration"} <= metadata.keys()
     if not complete or not isinstance(metadata["files"], dict):
         raise _refused(step.parent, f"{step / METADATA} lists no files")
     return metadata
+
+
+def is_weights_only(step: Path) -> bool:
+    """Whether the step is where a run starts rather than where one stopped."""
+    return bool(read_metadata(step).get("weights_only", False))
 
 
 def verify(step: Path) -> dict[str, Any]:
@@ -196,12 +214,12 @@ def prune(save: str | Path, keep: int | None) -> list[Path]:
     """Remove all but the newest ``keep`` steps; return those removed.
 
     Steps beyond the tracker's belong to another history of the run and are left alone, as are the
-    tracker's own step and those that the sentinel asked for.
+    tracker's own step, those that the sentinel asked for and converted weights (step 0).
     """
     newest = read_tracker(save)
     if keep is None or newest is None:
         return []
-    old = [i for i in _iterations(save) if i <= newest][:-keep]
+    old = [i for i in _iterations(save) if 0 < i <= newest][:-keep]
     removed: list[Path] = []
     for step in (step_dir(save, i) for i in old if i != newest):
         if not (step / REQUESTED).exists():
