@@ -82,7 +82,8 @@ def writable(state_dict: dict[str, Any], *, copied: bool, validate: bool) -> dic
         if not is_main_replica(leaf.replica_id):
             continue
         if copied and isinstance(leaf, ShardedTensor):
-            leaf.data = leaf.data.detach().to("cpu", copy=True)
+            live: Any = leaf.data
+            leaf.data = live.detach().to("cpu", copy=True)
         name = leaf.unique_key if isinstance(leaf, ShardedObject) else leaf.key
         by_name.setdefault(name, []).append(leaf)
     return mcore_to_pyt_state_dict(by_name)
