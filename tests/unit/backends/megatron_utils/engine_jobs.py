@@ -19,7 +19,7 @@ from miles.config.optimizer import OptimizerConfig
 from miles.config.precision import PrecisionConfig
 from miles.config.rollout import RolloutConfig
 from miles.config.root import MilesConfig
-from miles.contracts.types import TrainBatch
+from miles.contracts.types import LossFn, LossOutput, TrainBatch
 from miles.core import device
 from miles.core.hf import load_config
 from tests.unit.backends.fsdp_utils.jobs import Weights, as_bytes
@@ -98,3 +98,59 @@ def log_probs_of(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[
             found[int(shard.sample_indices[position])] = chosen.tolist()
     actor.shutdown()
     return found
+
+
+def steps_around_a_bad_one(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
+    """A good step, one whose gradient is not finite, and a good one; what each left."""
+    actor, _ = start(config)
+    ops = actor.ops
+    shard = rollouts[0][actor.parallel.dp_rank]
+    batches = build_micro_batches(shard, packed=True, device=device.current_device())[0]
+
+    def loss(factor: float) -> LossFn:
+        return lambda batch, stats: LossOutput(loss=factor * stats.log_probs_R.sum(), sums={})
+
+    seen: list[Any] = []
+    for factor in (1e-3, float("inf"), 1e-3):
+        stats = ops.optimizer_step(batches, loss(factor))
+        state = {name: as_bytes(tensor) for name, tensor in ops.optimizer.state_tensors().items()}
+        counts = [g.get("step") for part in ops.optimizer.parts() for g in part.param_groups]
+        seen.append({"stats": stats, "weights": weights_of(actor), "state": (state, counts)})
+    actor.shutdown()
+    return {"seen": seen}
+
+
+def train_with_naps(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
+    """Train, sleeping twice over after each rollout; report what was freed meanwhile."""
+    actor, _ = start(config, with_ref=config.algorithm.use_kl_loss)
+    steps: list[Any] = []
+    held: set[int] = set()
+    same: list[bool] = []
+    refused = 0
+    for rollout_id, shards in enumerate(rollouts):
+        shard = shards[actor.parallel.dp_rank]
+        steps += actor.train(rollout_id, shard).steps
+        awake = weights_of(actor)
+        state = {**actor.ops._state(), **actor.ops._gradients()}
+        for _ in range(2):
+            actor.sleep()
+        held |= {tensor.untyped_storage().nbytes() for tensor in state.values()}
+        same.append(weights_of(actor) == awake)
+        try:
+            actor.train(rollout_id, shard)
+        except RuntimeError:
+            refused += 1
+        for _ in range(2):
+            actor.wake_up()
+        same.append(weights_of(actor) == awake)
+    weights = weights_of(actor)
+    actor.shutdown()
+    return {"steps": steps, "weights": weights, "held": held, "refused": refused, "same": same}
+
+
+def weights_at_start(config: MilesConfig) -> Weights:
+    """What the engines would get before the first step."""
+    actor, _ = start(config)
+    weights = weights_of(actor)
+    actor.shutdown()
+    return weights
