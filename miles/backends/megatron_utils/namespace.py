@@ -7,11 +7,12 @@ process at the first thing it does not like; here none of this reaches the calle
 import argparse
 import contextlib
 import io
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from miles.backends.megatron_utils import package
+from miles.backends.megatron_utils import package, refusals
 from miles.config.derived import total_optimizer_steps
 from miles.config.flags import add_arguments, flag_specs
 from miles.config.root import MilesConfig
@@ -50,6 +51,43 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
     with _own_argv(argv), _refusals():
         return megatron_parse_args(extra_args_provider=add_miles_arguments)
+
+
+def fault_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> str | None:
+    """What is wrong with one option and its values; ``None``: nothing."""
+    try:
+        with _refusals():
+            _, extras = parser.parse_known_args(list(words))
+    except MegatronArgumentError as error:
+        return re.sub(r"^argument [^:]*: ", "", str(error))
+    if not extras:
+        return None
+    return f"takes no further value: {' '.join(extras)}"
+
+
+def help_text() -> str:
+    """Megatron's options less those that Miles refuses or shares, group by group."""
+    from megatron.training.arguments import (  # pyright: ignore[reportMissingImports]
+        add_megatron_arguments,
+    )
+
+    parser = add_megatron_arguments(
+        argparse.ArgumentParser(
+            usage="python train.py --train-backend megatron ... [MEGATRON FLAGS]",
+            description="Megatron-LM's own flags. Where none of the architecture is given, it is "
+            "that of --hf-checkpoint.",
+            allow_abbrev=False,
+            add_help=False,
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36),
+        )
+    )
+    shared = {option for spec in flag_specs(MilesConfig) for option in spec.options}
+    for group in parser._action_groups:  # pyright: ignore[reportPrivateUsage]
+        for action in group._group_actions:  # pyright: ignore[reportPrivateUsage]
+            name, title = action.option_strings[0], group.title or ""
+            if name in shared or refusals.reason_against(name, title) is not None:
+                action.help = argparse.SUPPRESS
+    return parser.format_help()
 
 
 def validate(args: argparse.Namespace, config: MilesConfig) -> None:
