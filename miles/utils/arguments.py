@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from miles.backends.fsdp_utils import arguments as fsdp_arguments
 from miles.backends.megatron_utils import arguments as megatron_arguments
-from miles.backends.training_utils.checkpoints import check_load
+from miles.backends.training_utils.checkpoints import check_load, holds_steps
 from miles.config import rules
 from miles.config.command_line import CommandLine, Foreign, read_command_line, unknown_flag
+from miles.config.derived import needs_reference
 from miles.config.errors import ConfigError, Problem
 from miles.config.flags import add_arguments, flag_specs
 from miles.config.reference import configuration_page
@@ -124,12 +125,16 @@ def _without_consequences(problems: Sequence[Problem], line: CommandLine) -> lis
 
 
 def check_models(config: MilesConfig) -> list[Problem]:
-    """The model and the reference are complete Hugging Face directories."""
-    paths = (
-        ("hf_checkpoint", config.rollout.hf_checkpoint),
-        ("ref_load", config.algorithm.ref_load),
-    )
+    """The model is a complete Hugging Face directory, and so is the reference, which for Megatron
+    may be a checkpoint of its own instead."""
+    reference = config.algorithm.ref_load
+    paths = [("hf_checkpoint", config.rollout.hf_checkpoint)]
     problems: list[Problem] = []
+    if reference is not None and holds_steps(reference) and _trains_with_megatron(config):
+        problems += [replace(p, flag="--ref-load") for p in check_load(reference)]
+    else:
+        paths.append(("ref_load", reference))
+        problems += _unused_reference(config)
     checked: set[str] = set()
     for dest, path in paths:
         if path is None or path in checked:
@@ -140,6 +145,22 @@ def check_models(config: MilesConfig) -> list[Problem]:
         except hf.CheckpointDirError as error:
             problems.append(problem(config, dest, remedy=str(error)))
     return problems
+
+
+def _unused_reference(config: MilesConfig) -> list[Problem]:
+    if config.algorithm.ref_load is None or needs_reference(config):
+        return []
+    if not _trains_with_megatron(config):
+        return []  # The table of flags without effect has it.
+    remedy = (
+        "a Hugging Face directory is only read as a reference (--use-kl-loss or --kl-coef); the "
+        "policy starts from --hf-checkpoint, or from a torch_dist checkpoint given here"
+    )
+    return [problem(config, "ref_load", remedy=remedy)]
+
+
+def _trains_with_megatron(config: MilesConfig) -> bool:
+    return config.cluster.train_backend == "megatron"
 
 
 def check_checkpoint(config: MilesConfig) -> list[Problem]:

@@ -62,6 +62,8 @@ def parse(config: MilesConfig) -> argparse.Namespace:
     flags = machine.flags()
     if flags:
         log.info("%s: %s", machine.reason(), " ".join(flags))
+    if "--moe-grouped-gemm" in config.megatron_argv and not package.has_transformer_engine():
+        log.info("--moe-grouped-gemm: needs Transformer Engine; experts run one after another")
     try:
         args = namespace.parse_args([*flags, *config.megatron_argv])
         namespace.validate(args, config)
@@ -99,7 +101,7 @@ def _check_values(
         return (), problems, []
     derived, messages = _architecture(config, model, given)
     argv = [
-        *derive.defaults(config),
+        *derive.defaults(),
         *derive.from_model(config, model.hf_config, given),
         *derived,
         *(word for flag in own if flag.name not in unreadable for word in _words(flag)),

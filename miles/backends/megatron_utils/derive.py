@@ -17,19 +17,15 @@ UNKNOWN_CONTEXT = 1 << 20
 """Positions of a model whose config does not bound them; RoPE needs no table of them."""
 
 
-def defaults(config: MilesConfig) -> list[str]:
+def defaults() -> list[str]:
     """What depends on no model."""
-    argv = [
+    return [
         *("--attention-dropout", "0", "--hidden-dropout", "0"),
         "--use-distributed-optimizer",
         *("--ckpt-format", "torch_dist"),
         *("--tokenizer-type", "NullTokenizer"),
         *("--make-vocab-size-divisible-by", str(VOCABULARY_MULTIPLE)),
     ]
-    if config.checkpoint.async_save:
-        # With another worker or strategy Megatron saves in the foreground instead.
-        argv += ["--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
-    return argv
 
 
 def from_model(config: MilesConfig, hf_config: Any, given: Collection[str]) -> list[str]:

@@ -113,7 +113,6 @@ def _values(args: argparse.Namespace, config: MilesConfig) -> "Mapping[str, Any]
     """Options whose values are those of ``config`` or follow from how Miles drives Megatron."""
     shared = {spec.dest for spec in flag_specs(MilesConfig) if spec.shared}
     values = {dest: value for dest, value in values_of(config).items() if dest in shared}
-    steps = total_optimizer_steps(config)
     model_size = (
         args.tensor_model_parallel_size
         * args.pipeline_model_parallel_size
@@ -126,13 +125,15 @@ def _values(args: argparse.Namespace, config: MilesConfig) -> "Mapping[str, Any]
         **values,
         **batch,
         "bf16": not (config.precision.fp16 or config.precision.fp32),
-        "train_iters": steps,
-        "save_interval": config.checkpoint.save_interval or steps,
-        # Losses are divided by the counts of the whole step already: gradients are summed.
-        "calculate_per_token_loss": True,
-        # Metrics go through our trackers.
+        "train_iters": total_optimizer_steps(config),
+        # Checkpoints and metrics are ours to write.
+        "load": None,
+        "save": None,
+        "async_save": False,
         "tensorboard_dir": None,
         "wandb_project": "",
+        # Losses are divided by the counts of the whole step already: gradients are summed.
+        "calculate_per_token_loss": True,
         # Without it the experts run one after another: the same numbers, slower.
         "moe_grouped_gemm": moe_grouped_gemm,
     }

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 _LOOP = "Miles drives the loop"
 _FSDP = "this backend shards with the distributed optimizer; --train-backend fsdp is the other way"
 _STEPS = "schedules count optimizer steps: use --lr-warmup-iters, --lr-decay-iters and the like"
-_CHECKPOINT = "Miles writes and reads the checkpoints (see --load, --save and --save-interval)"
 _CUDA_GRAPHS = "micro-batches have many shapes, which CUDA graphs cannot replay"
 _CPU_OPTIMIZER = "this version keeps the optimizer on the training device"
 _LENGTHS = "a micro-batch is as long as its samples"
@@ -23,6 +22,7 @@ GROUPS: Mapping[str, str] = {
     "data and dataloader": "samples come from rollouts, whose lengths they have",
     "tokenizer": "the tokenizer is that of --hf-checkpoint",
     "logging": "metrics go through --run-dir and the trackers",
+    "checkpointing": "Miles writes and reads the checkpoints (see --load, --save, --async-save)",
     "autoresume": _LOOP,
     "biencoder": "Miles trains language models",
     "vision": "Miles trains language models",
@@ -59,16 +59,6 @@ _NAMES: Mapping[str, str] = {
     use-checkpoint-opt_param-scheduler start-weight-decay end-weight-decay
     weight-decay-incr-style""": _STEPS,
     """decoupled-lr decoupled-min-lr freeze-all-layers""": "all weights train with --lr",
-    """save-params-interval save-activations-interval save-tokens-per-expert-interval
-    save-wgrads-interval save-dgrads-interval save-retain-interval persistent-save-interval
-    load-main-params-from-ckpt non-persistent-save-interval non-persistent-ckpt-type
-    non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir non-persistent-local-ckpt-algo
-    pretrained-checkpoint ckpt-step use-checkpoint-args use-mp-args-from-checkpoint-args
-    no-use-tokenizer-model-from-checkpoint-args disable-use-tokenizer-model-from-checkpoint-args
-    exit-on-missing-checkpoint auto-detect-ckpt-format ckpt-convert-format ckpt-convert-save
-    ckpt-convert-update-legacy-dist-opt-format replication replication-jump replication-factor
-    verify-integrity override-ckpt-iteration use-dist-ckpt dist-ckpt-format
-    ckpt-fully-parallel-save no-save-rng""": _CHECKPOINT,
     "finetune no-load-optim no-load-rng": (
         "a converted directory starts at rollout 0 without optimizer state by itself"
     ),
@@ -102,7 +92,7 @@ REASONS: Mapping[str, str] = {
 }
 """Single flags, without the dashes in front."""
 
-ALLOWED = frozenset(("vocab-size",))
+ALLOWED = frozenset(("vocab-size", "ckpt-format"))
 """Flags of refused groups that are ours to set and that a user may give nevertheless."""
 
 
