@@ -197,7 +197,7 @@ def megatron_before_log_prob(args: Namespace, model: "list[Module]", store_prefi
     ...
 
 
-def megatron_before_train_step(  # noqa: PLR0913
+def megatron_before_train_step(
     args: Namespace,
     rollout_id: int,
     step_id: int,

@@ -11,12 +11,13 @@ from dataclasses import replace
 
 from miles.backends.fsdp_utils import arguments as fsdp_arguments
 from miles.backends.megatron_utils import arguments as megatron_arguments
+from miles.backends.megatron_utils.namespace import add_miles_arguments
 from miles.backends.training_utils.checkpoints import check_load, holds_steps
 from miles.config import rules
 from miles.config.command_line import CommandLine, Foreign, read_command_line, unknown_flag
 from miles.config.derived import needs_reference
 from miles.config.errors import ConfigError, Problem
-from miles.config.flags import add_arguments, flag_specs
+from miles.config.flags import flag_specs
 from miles.config.reference import configuration_page
 from miles.config.root import MilesConfig
 from miles.config.rules.problems import problem
@@ -73,16 +74,11 @@ def check_all(config: MilesConfig, given: frozenset[str]) -> list[Problem]:
 
 
 def get_miles_extra_args_provider() -> Provider:
-    """A function that adds all our arguments to a parser; Megatron calls it on its own.
+    """What Megatron's ``parse_args`` calls on its parser: adds all our arguments.
 
     Options that the parser has already keep their declaration and get our default.
     """
-
-    def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        add_arguments(parser, MilesConfig)
-        return parser
-
-    return provider
+    return add_miles_arguments
 
 
 def _check_backend(

@@ -9,17 +9,14 @@ import contextlib
 import io
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from miles.backends.megatron_utils import package, refusals
 from miles.config.derived import total_optimizer_steps
 from miles.config.flags import add_arguments, flag_specs
 from miles.config.root import MilesConfig
 from miles.config.rules.problems import values_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class MegatronArgumentError(ValueError):
@@ -28,9 +25,7 @@ class MegatronArgumentError(ValueError):
 
 def make_parser() -> argparse.ArgumentParser:
     """Megatron's options and ours; errors raise ``MegatronArgumentError``."""
-    from megatron.training.arguments import (  # pyright: ignore[reportMissingImports]
-        add_megatron_arguments,
-    )
+    from megatron.training.arguments import add_megatron_arguments
 
     parser = _Parser(allow_abbrev=False, add_help=False)
     return add_miles_arguments(add_megatron_arguments(parser))
@@ -45,9 +40,7 @@ def add_miles_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """``megatron.training.arguments.parse_args`` of ``argv``; rank and world size from the
     environment. Raises ``MegatronArgumentError``."""
-    from megatron.training.arguments import (  # pyright: ignore[reportMissingImports]
-        parse_args as megatron_parse_args,
-    )
+    from megatron.training.arguments import parse_args as megatron_parse_args
 
     with _own_argv(argv), _refusals():
         return megatron_parse_args(extra_args_provider=add_miles_arguments)
@@ -67,9 +60,7 @@ def fault_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> str | Non
 
 def help_text() -> str:
     """Megatron's options less those that Miles refuses or shares, group by group."""
-    from megatron.training.arguments import (  # pyright: ignore[reportMissingImports]
-        add_megatron_arguments,
-    )
+    from megatron.training.arguments import add_megatron_arguments
 
     parser = add_megatron_arguments(
         argparse.ArgumentParser(
@@ -93,7 +84,7 @@ def help_text() -> str:
 def validate(args: argparse.Namespace, config: MilesConfig) -> None:
     """Give the shared options their values in ``config`` and let Megatron check and complete
     ``args``. Raises ``MegatronArgumentError``."""
-    from megatron.training.arguments import (  # pyright: ignore[reportMissingImports]
+    from megatron.training.arguments import (
         core_transformer_config_from_args,
         validate_args,
     )
@@ -109,7 +100,7 @@ def validate(args: argparse.Namespace, config: MilesConfig) -> None:
         core_transformer_config_from_args(args)
 
 
-def _values(args: argparse.Namespace, config: MilesConfig) -> "Mapping[str, Any]":
+def _values(args: argparse.Namespace, config: MilesConfig) -> Mapping[str, Any]:
     """Options whose values are those of ``config`` or follow from how Miles drives Megatron."""
     shared = {spec.dest for spec in flag_specs(MilesConfig) if spec.shared}
     values = {dest: value for dest, value in values_of(config).items() if dest in shared}
