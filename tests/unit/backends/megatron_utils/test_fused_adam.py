@@ -151,7 +151,7 @@ def test_what_only_transformer_engine_stores_is_refused(
 
 
 def test_megatrons_optimizers_step_and_reload_it(megatron_ranks: Ranks) -> None:
-    """bf16 weights with fp32 main weights, which Megatron holds or the precision-aware FusedAdam."""
+    """bf16 weights with fp32 main weights: held by Megatron, or by FusedAdam."""
     plain = megatron_ranks.run_well(optimizer_jobs.train, False, num_ranks=2)
     aware = megatron_ranks.run_well(optimizer_jobs.train, True, num_ranks=2)
     for held_by_megatron, held_by_adam in zip(plain, aware, strict=True):
