@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from miles.config.checkpoint import CheckpointConfig
 from miles.config.cluster import ClusterConfig
 from miles.config.data import DataConfig
-from miles.config.fsdp import FsdpConfig
 from miles.config.optimizer import OptimizerConfig
+from miles.config.precision import PrecisionConfig
 from miles.config.rollout import RolloutConfig
 from miles.config.root import MilesConfig
 from miles.config.weight_sync import WeightSyncConfig
@@ -46,7 +46,7 @@ def make_config(backend: str, model: Path, save: Path) -> MilesConfig:
             num_rollout=3,
         ),
         optimizer=OptimizerConfig(lr=1e-3, lr_decay_style="linear"),
-        fsdp=FsdpConfig(fp32=True),
+        precision=PrecisionConfig(fp32=True),
         checkpoint=CheckpointConfig(save=str(save), load=str(save)),
         weight_sync=WeightSyncConfig(
             check_weight_update_equal=True, update_weight_buffer_size=20_000

@@ -130,7 +130,7 @@ def _layout(config: MilesConfig) -> list[Problem]:
             f"/ {replicas} is not a whole number"
         )
         problems.append(problem(config, "dp_replicate_size", remedy=remedy))
-    if config.fsdp.context_parallel_size > 1:
+    if config.cluster.context_parallel_size > 1:
         remedy = (
             "the fsdp backend has no context parallelism; leave it out, or train with "
             "--train-backend megatron"
@@ -149,7 +149,7 @@ def _attention(config: MilesConfig) -> list[Problem]:
 
 
 def _precision(config: MilesConfig) -> list[Problem]:
-    if not config.fsdp.fp16 or config.fsdp.keep_fp32_master:
+    if not config.precision.fp16 or config.fsdp.keep_fp32_master:
         return []
     remedy = "Adam's second moment underflows in fp16: keep the fp32 master or compute in bf16"
     return [problem(config, "fp16", "keep_fp32_master", remedy=remedy)]

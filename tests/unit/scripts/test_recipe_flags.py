@@ -16,7 +16,7 @@ def test_the_smollm2_recipe_is_a_valid_command_line(tiny_qwen3: Path, tmp_path: 
     recipe = SmolLM2(run_dir=tmp_path / "run", num_rollout=30)
     config = parse_args(to_argv(run_smollm2_135m_cpu.flags(recipe, tiny_qwen3)))
     assert config.cluster.train_backend == "fsdp"
-    assert config.fsdp.fp32
+    assert config.precision.fp32
     assert (config.data.rollout_batch_size, config.data.n_samples_per_prompt) == (8, 8)
     assert config.data.num_rollout == 30
     assert config.checkpoint.load == config.checkpoint.save == str(tmp_path / "run/checkpoints")
@@ -24,7 +24,7 @@ def test_the_smollm2_recipe_is_a_valid_command_line(tiny_qwen3: Path, tmp_path: 
 
 def test_bf16_leaves_fp32_out(tiny_qwen3: Path) -> None:
     flags = run_smollm2_135m_cpu.flags(SmolLM2(dtype="bf16"), tiny_qwen3)
-    assert not parse_args(to_argv(flags)).fsdp.fp32
+    assert not parse_args(to_argv(flags)).precision.fp32
 
 
 @pytest.mark.parametrize("name", ["smollm2", "demo"])

@@ -30,6 +30,7 @@ from miles.config.cluster import ClusterConfig
 from miles.config.data import DataConfig
 from miles.config.fsdp import FsdpConfig
 from miles.config.optimizer import OptimizerConfig
+from miles.config.precision import PrecisionConfig
 from miles.config.rollout import RolloutConfig
 from miles.config.root import MilesConfig
 from miles.contracts.types import (
@@ -55,7 +56,8 @@ def make_config(model: Path, **groups: dict[str, Any]) -> MilesConfig:
         "cluster": ClusterConfig(train_backend="fsdp", distributed_timeout_minutes=2),
         "rollout": RolloutConfig(hf_checkpoint=str(model), rollout_max_response_len=16),
         "algorithm": AlgorithmConfig(),
-        "fsdp": FsdpConfig(fp32=True),
+        "precision": PrecisionConfig(fp32=True),
+        "fsdp": FsdpConfig(),
         "optimizer": OptimizerConfig(lr=1e-3),
         "checkpoint": CheckpointConfig(),
         "data": DataConfig(

@@ -6,12 +6,21 @@ from miles.backends.fsdp_utils.arguments import check, missing_attention_package
 from miles.config.cluster import ClusterConfig
 from miles.config.command_line import Foreign
 from miles.config.fsdp import FsdpConfig
+from miles.config.precision import PrecisionConfig
 from miles.config.root import MilesConfig
 
 
-def config(ranks_per_node: int = 2, **fsdp: object) -> MilesConfig:
-    cluster = ClusterConfig(actor_num_nodes=3, actor_num_gpus_per_node=ranks_per_node)
-    return MilesConfig(cluster=cluster, fsdp=FsdpConfig(**fsdp))  # pyright: ignore[reportArgumentType]
+def config(context_parallel_size: int = 1, fp16: bool = False, **fsdp: object) -> MilesConfig:
+    cluster = ClusterConfig(
+        actor_num_nodes=3,
+        actor_num_gpus_per_node=2,
+        context_parallel_size=context_parallel_size,
+    )
+    return MilesConfig(
+        cluster=cluster,
+        precision=PrecisionConfig(fp16=fp16),
+        fsdp=FsdpConfig(**fsdp),  # pyright: ignore[reportArgumentType]
+    )
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 6])

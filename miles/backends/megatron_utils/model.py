@@ -1,0 +1,362 @@
+"""Megatron's model chunks: building them, and running micro-batches through their schedule.
+
+Every rank gets the same answers: log-probs of all response tokens, whatever part of the layers, of
+the vocabulary or of the sequences it holds.
+"""
+
+import argparse
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from os import devnull
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.training import get_model
+from torch import Tensor, nn
+
+from miles.backends.megatron_utils.layout import (
+    Axes,
+    ModelInput,
+    filler_like,
+    model_input,
+    num_tokens,
+)
+from miles.backends.megatron_utils.router import use_exact_routers
+from miles.backends.megatron_utils.specs import layer_spec
+from miles.backends.megatron_utils.vocab_parallel import VocabShard, token_stats
+from miles.contracts.parallel import ParallelState
+from miles.contracts.types import LossFn, MicroBatch, TokenStats
+from miles.core import device
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """How logits become log-probs."""
+
+    temperature: float
+    chunk_size: int
+    """See ``vocab_parallel.token_stats``."""
+
+
+def build_chunks(args: argparse.Namespace, *, trainable: bool) -> list[nn.Module]:
+    """This rank's part of the model (several chunks under virtual pipeline parallelism), randomly
+    initialised. ``trainable`` wraps it in Megatron's DDP; else nothing in it needs a gradient.
+
+    Collective. The global arguments must be ``args``.
+    """
+    config = core_transformer_config_from_args(args)
+    # Losses are divided by global counts already: gradients add up, they do not average.
+    config.calculate_per_token_loss = True
+    # Micro-batches differ in length.
+    config.variable_seq_lengths = config.pipeline_model_parallel_size > 1
+    if config.virtual_pipeline_model_parallel_size is not None and not device.has_accelerator():
+        # Batched sends over gloo gave wrong gradients without an error.
+        config.overlap_p2p_comm, config.batch_p2p_comm = True, False
+
+    def provide(
+        *, pre_process: bool, post_process: bool, vp_stage: int | None = None, **others: Any
+    ) -> GPTModel:
+        return GPTModel(
+            config=config,
+            transformer_layer_spec=layer_spec(args, config, vp_stage),
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            parallel_output=True,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            rotary_percent=args.rotary_percent,
+            rotary_base=args.rotary_base,
+            rope_scaling=args.use_rope_scaling,
+            rope_scaling_factor=args.rope_scaling_factor,
+            seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+            pg_collection=others.get("pg_collection"),
+            vp_stage=vp_stage,
+        )
+
+    with open(devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+        chunks = get_model(
+            provide, ModelType.encoder_or_decoder, wrap_with_ddp=trainable, config=config
+        )
+    use_exact_routers(chunks)
+    for chunk in chunks:
+        chunk.train()
+        if not trainable:
+            chunk.requires_grad_(False)
+    return chunks
+
+
+class PolicyModel:
+    """The chunks of this rank, as a function from micro-batches to log-probs and gradients."""
+
+    def __init__(
+        self,
+        chunks: list[nn.Module],
+        args: argparse.Namespace,
+        parallel: ParallelState,
+        options: HeadOptions,
+    ) -> None:
+        self.chunks = chunks
+        self.config: Any = get_model_config(chunks[0])
+        self._vocab_size: int = args.vocab_size
+        self._parallel = parallel
+        self._options = options
+        self._axes = Axes(
+            cp_size=mpu.get_context_parallel_world_size(),
+            cp_rank=mpu.get_context_parallel_rank(),
+            sequence_split=parallel.tp_size if self.config.sequence_parallel else 1,
+        )
+        self._is_last_stage = mpu.is_pipeline_last_stage()
+        self._parameters_lag = False
+        self.config.finalize_model_grads_func = _finalize_gradients
+
+    def log_probs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """float32 ``[R]`` log-probs of each micro-batch, without gradient. Collective."""
+
+        def keep(batch: MicroBatch, stats: Tensor, *, non_loss_data: bool) -> Tensor:
+            del batch, non_loss_data
+            return stats[0]
+
+        with torch.no_grad():
+            found = self._run(batches, keep, with_entropy=False, forward_only=True)
+        counts = [len(batch.targets_R) for batch in batches]
+        flat = torch.empty(sum(counts), device=device.current_device())
+        if self._is_last_stage:
+            flat = torch.cat(found)
+        if self._parallel.pp_size > 1:
+            last = mpu.get_pipeline_model_parallel_last_rank()
+            dist.broadcast(flat, last, group=mpu.get_pipeline_model_parallel_group())
+        return list(flat.split(counts))
+
+    def forward_backward(
+        self, batches: Sequence[MicroBatch], loss: LossFn, *, with_entropy: bool
+    ) -> dict[str, float]:
+        """Add the gradient of the summed loss over all ranks to the gradient buffers. Collective.
+
+        Returns ``LossOutput.sums`` added up over micro-batches and data-parallel ranks, and the
+        loss under ``""``; the same on every rank.
+        """
+        self._set_auxiliary_scale(batches)
+        totals: dict[str, Tensor] = {}
+
+        def weigh(batch: MicroBatch, stats: Tensor) -> tuple[Tensor, Tensor, None]:
+            entropy_R = stats[1] if with_entropy else None
+            output = loss(batch, TokenStats(log_probs_R=stats[0], entropy_R=entropy_R))
+            _add(totals, {**output.sums, "": output.loss})
+            value = output.loss
+            if not value.requires_grad:
+                # Nothing to learn here, but the backward pass takes part in the collectives.
+                value = value + stats[0, :0].sum()
+            return value, torch.zeros((), dtype=torch.int, device=value.device), None
+
+        self._run(batches, weigh, with_entropy=with_entropy, forward_only=False)
+        return self._everywhere(totals)
+
+    def parameters_changed(self) -> None:
+        """Tell that the optimizer updated this rank's shards. Where their gather overlaps with the
+        next forward pass, that pass has to start it."""
+        if self._overlaps_gather():
+            self._parameters_lag = True
+            for chunk in self.chunks:
+                chunk.reset_param_sync_dispatch_state()
+
+    def synchronize_parameters(self) -> None:
+        """Finish the gather of updated shards that would else overlap with the next forward pass:
+        afterwards every rank's parameters are whole. Collective."""
+        if self._parameters_lag:
+            self._parameters_lag = False
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    def _overlaps_gather(self) -> bool:
+        return self.chunks[0].ddp_config.overlap_param_gather
+
+    def _run(
+        self,
+        batches: Sequence[MicroBatch],
+        finish: Callable[..., Any],
+        *,
+        with_entropy: bool,
+        forward_only: bool,
+    ) -> list[Any]:
+        """What ``finish`` returned last for each micro-batch, on the last stage."""
+        entries = [*batches, *self._fillers(batches)]
+
+        def step(
+            iterator: Iterator[MicroBatch], chunk: nn.Module
+        ) -> tuple[Tensor, Callable[..., Any]]:
+            batch = next(iterator)
+            return self._forward(chunk, batch, with_entropy), partial(finish, batch)
+
+        iterators = [iter(entries) for _ in self.chunks]
+        run = get_forward_backward_func()
+        found = run(
+            forward_step_func=step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks,
+            num_microbatches=len(entries),
+            # Lengths travel with the tensors.
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        self._parameters_lag = False
+        return found[: len(batches)]
+
+    def _fillers(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The interleaved schedule takes groups of micro-batches."""
+        if len(self.chunks) == 1:
+            return []
+        missing = -len(batches) % self.config.microbatch_group_size_per_vp_stage
+        return [filler_like(batches[0])] * missing
+
+    def _forward(self, chunk: nn.Module, batch: MicroBatch, with_entropy: bool) -> Tensor:
+        inputs = model_input(batch, self._axes)
+        return chunk(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            attention_mask=None,
+            packed_seq_params=inputs.packed_seq_params,
+            padding_mask=self._padding_mask(chunk, inputs),
+            output_processor=self._token_stats,
+            output_processor_context=(batch, inputs, with_entropy),
+        )
+
+    def _padding_mask(self, chunk: nn.Module, inputs: ModelInput) -> Tensor | None:
+        """For the routers. Megatron splits it over a sequence-parallel group only where the
+        embedding is."""
+        if self.config.num_moe_experts is None:
+            return None
+        split = self._axes.sequence_split
+        if split == 1 or get_attr_wrapped_model(chunk, "pre_process"):
+            return inputs.padding_mask
+        rank = mpu.get_tensor_model_parallel_rank()
+        return inputs.padding_mask.chunk(split, dim=1)[rank].contiguous()
+
+    def _token_stats(
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer: Any,
+        output_weight: Tensor | None,
+        context: tuple[MicroBatch, ModelInput, bool],
+        **others: Any,
+    ) -> Tensor:
+        """``[1 or 2, R]``: log-probs and, if asked for, entropies, in place of logits."""
+        del others
+        batch, inputs, with_entropy = context
+        group = mpu.get_tensor_model_parallel_group()
+        if self._axes.sequence_split > 1:
+            hidden_LxBxH = gather_from_sequence_parallel_region(hidden_states, group=group)
+            hidden_KxH = hidden_LxBxH.flatten(0, 1).index_select(0, inputs.index_K)
+        else:
+            hidden_KxH = hidden_states.flatten(0, 1).index_select(0, inputs.index_K)
+            hidden_KxH = copy_to_tensor_model_parallel_region(hidden_KxH, group=group)
+        weight = output_layer.weight if output_weight is None else output_weight
+
+        def head(hidden_KxH: Tensor) -> Tensor:
+            log_probs_K, entropy_K = token_stats(
+                hidden_KxH,
+                weight,
+                batch.targets_R[inputs.place_K],
+                VocabShard.of(self._vocab_size, len(weight), group),
+                temperature=self._options.temperature,
+                chunk_size=self._options.chunk_size,
+                with_entropy=with_entropy,
+            )
+            return torch.stack([log_probs_K] if entropy_K is None else [log_probs_K, entropy_K])
+
+        # As the layer's own forward pass: the wait for its parameter's gather hangs on that.
+        with _replaced_forward(output_layer, head):
+            stats = output_layer(hidden_KxH)
+        if self._axes.cp_size == 1:
+            return stats
+        return _WholeResponses.apply(
+            stats, inputs.place_K, len(batch.targets_R), mpu.get_context_parallel_group()
+        )
+
+    def _set_auxiliary_scale(self, batches: Sequence[MicroBatch]) -> None:
+        """A router's loss is weighted by its micro-batch's tokens: divide by those of the step."""
+        if self.config.num_moe_experts is None:
+            return
+        count = torch.tensor(
+            sum(map(num_tokens, batches)), dtype=torch.float64, device=device.current_device()
+        )
+        total = max(float(self._parallel.dp_sum(count)), 1.0)
+        one = torch.ones(1, device=device.current_device())
+        self.config.moe_grad_scale_func = lambda: self.config.grad_scale_func(one) / total
+
+    def _everywhere(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
+        """Sums over data-parallel ranks, from the last stage to all."""
+        summed: dict[str, float] = {}
+        if self._is_last_stage:
+            keys = sorted(totals)
+            values = self._parallel.dp_sum(torch.stack([totals[key] for key in keys]))
+            summed = dict(zip(keys, values.tolist(), strict=True))
+        if self._parallel.pp_size == 1:
+            return summed
+        box: list[Any] = [summed]
+        last = mpu.get_pipeline_model_parallel_last_rank()
+        dist.broadcast_object_list(box, last, group=mpu.get_pipeline_model_parallel_group())
+        return box[0]
+
+
+class _WholeResponses(torch.autograd.Function):
+    """Values of this rank's response tokens to those of all context-parallel ranks.
+
+    Every rank goes on to compute the same whole loss, so that in the backward pass each takes the
+    gradient of its own tokens and nothing is summed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, stats_NxK: Tensor, place_K: Tensor, num_tokens: int, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.save_for_backward(place_K)
+        stats_NxR = stats_NxK.new_zeros(len(stats_NxK), num_tokens)
+        stats_NxR[:, place_K] = stats_NxK
+        dist.all_reduce(stats_NxR, group=group)
+        return stats_NxR
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (place_K,) = ctx.saved_tensors
+        return grads[0][:, place_K], None, None, None
+
+
+@contextmanager
+def _replaced_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Generator[None]:
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+def _finalize_gradients(chunks: list[nn.Module], num_tokens: Any = None, **how: Any) -> None:
+    """Megatron's own reductions without its division by the number of tokens."""
+    del num_tokens
+    finalize_model_grads(chunks, None, **how)
+
+
+def _add(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
+    """In float64: counts of tokens stay exact beyond 2^24."""
+    for key, value in sums.items():
+        wide = value.detach().to(device.current_device(), torch.float64)
+        totals[key] = totals[key] + wide if key in totals else wide

@@ -1,0 +1,159 @@
+"""Megatron's own parser and validation, called as functions: argv in, namespace out.
+
+Megatron reads ``sys.argv``, asks the GPU while it validates, prints what it decides and ends the
+process at the first thing it does not like; here none of this reaches the caller.
+"""
+
+import argparse
+import contextlib
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from miles.backends.megatron_utils import package
+from miles.config.derived import total_optimizer_steps
+from miles.config.flags import add_arguments, flag_specs
+from miles.config.root import MilesConfig
+from miles.config.rules.problems import values_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class MegatronArgumentError(ValueError):
+    """Megatron's parser or its validation refused the arguments; the message is Megatron's."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Megatron's options and ours; errors raise ``MegatronArgumentError``."""
+    from megatron.training.arguments import (  # pyright: ignore[reportMissingImports]
+        add_megatron_arguments,
+    )
+
+    parser = _Parser(allow_abbrev=False, add_help=False)
+    return add_miles_arguments(add_megatron_arguments(parser))
+
+
+def add_miles_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Our flags on a parser that has Megatron's."""
+    add_arguments(parser, MilesConfig)
+    return parser
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    """``megatron.training.arguments.parse_args`` of ``argv``; rank and world size from the
+    environment. Raises ``MegatronArgumentError``."""
+    from megatron.training.arguments import (  # pyright: ignore[reportMissingImports]
+        parse_args as megatron_parse_args,
+    )
+
+    with _own_argv(argv), _refusals():
+        return megatron_parse_args(extra_args_provider=add_miles_arguments)
+
+
+def validate(args: argparse.Namespace, config: MilesConfig) -> None:
+    """Give the shared options their values in ``config`` and let Megatron check and complete
+    ``args``. Raises ``MegatronArgumentError``."""
+    from megatron.training.arguments import (  # pyright: ignore[reportMissingImports]
+        core_transformer_config_from_args,
+        validate_args,
+    )
+
+    vars(args).update(_values(args, config))
+    with _refusals(), _no_questions_to_the_gpu():
+        validate_args(args)
+    # What validate_args resets, or leaves to the tokenizer that we do not build.
+    args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
+    with _refusals():
+        core_transformer_config_from_args(args)
+
+
+def _values(args: argparse.Namespace, config: MilesConfig) -> "Mapping[str, Any]":
+    """Options whose values are those of ``config`` or follow from how Miles drives Megatron."""
+    shared = {spec.dest for spec in flag_specs(MilesConfig) if spec.shared}
+    values = {dest: value for dest, value in values_of(config).items() if dest in shared}
+    steps = total_optimizer_steps(config)
+    model_size = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    # Micro-batches come with each batch; Megatron's counter only wants a whole number of them.
+    batch = {"micro_batch_size": 1, "global_batch_size": max(args.world_size // model_size, 1)}
+    moe_grouped_gemm = args.moe_grouped_gemm and package.has_transformer_engine()
+    return {
+        **values,
+        **batch,
+        "bf16": not (config.precision.fp16 or config.precision.fp32),
+        "train_iters": steps,
+        "save_interval": config.checkpoint.save_interval or steps,
+        # Losses are divided by the counts of the whole step already: gradients are summed.
+        "calculate_per_token_loss": True,
+        # Metrics go through our trackers.
+        "tensorboard_dir": None,
+        "wandb_project": "",
+        # Without it the experts run one after another: the same numbers, slower.
+        "moe_grouped_gemm": moe_grouped_gemm,
+    }
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise MegatronArgumentError(message)
+
+
+@contextlib.contextmanager
+def _own_argv(argv: Sequence[str]) -> Iterator[None]:
+    before, sys.argv = sys.argv, [sys.argv[0], *argv]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Megatron's ways to refuse as one error; what it prints is that error's text or lost."""
+    printed, complaints = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
+            yield
+    except SystemExit as stop:
+        text = (complaints.getvalue() or printed.getvalue()).strip()
+        raise MegatronArgumentError(text.rpartition("error: ")[2] or str(stop)) from stop
+    except (AssertionError, ValueError, RuntimeError, ImportError, TypeError) as error:
+        raise MegatronArgumentError(str(error) or _source_line(error)) from error
+
+
+def _source_line(error: BaseException) -> str:
+    """An assertion without a message is its own best description."""
+    import traceback
+
+    return traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__
+
+
+@contextlib.contextmanager
+def _no_questions_to_the_gpu() -> Iterator[None]:
+    """Answer for a device of the newest kind where there is none, or where asking would take one:
+    Megatron then demands no environment variables that only the trainer's processes have."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        yield
+        return
+    properties = type("Properties", (), {"major": 10, "minor": 0})()
+    replaced = {
+        "get_device_properties": lambda *_: properties,
+        "get_device_capability": lambda *_: (10, 0),
+    }
+    before = {name: getattr(torch.cuda, name) for name in replaced}
+    for name, function in replaced.items():
+        setattr(torch.cuda, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(torch.cuda, name, function)
