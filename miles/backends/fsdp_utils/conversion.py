@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from transformers import AutoModelForCausalLM
 
@@ -37,11 +37,22 @@ def fsdp_to_hf(load: str, hf_checkpoint: str, save: str) -> None:
     with torch.device("meta"):
         config = hf.load_config(hf_checkpoint)
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
-    matched = match_weights(model, checkpoint_dtypes(hf_checkpoint), hf_checkpoint)
-    weights = [replace(w, dtype=getattr(torch, metadata["dtypes"][w.name])) for w in matched]
+    weights = match_weights(model, checkpoint_dtypes(hf_checkpoint), hf_checkpoint)
     folder = step / "model"
-    _check_shapes(load, folder, FileSystemReader(folder).read_metadata(), model.state_dict())
+    stored = _stored_shapes(folder)
+    wanted = {weight.key: model.state_dict()[weight.key].shape for weight in weights}
+    wrong = sorted(key for key in stored | wanted if stored.get(key) != wanted.get(key))
+    if wrong:
+        remedy = f"{folder} is not of the model in {hf_checkpoint}: {', '.join(wrong[:3])}"
+        raise ConfigError([Problem("--load", load, remedy)])
+    sent = {name: getattr(torch, dtype) for name, dtype in metadata["dtypes"].items()}
+    weights = [replace(weight, dtype=sent.get(weight.name, weight.dtype)) for weight in weights]
     export_hf(save, hf_checkpoint, weights, _stream(folder, weights))
+
+
+def _stored_shapes(folder: Path) -> dict[str, torch.Size]:
+    held = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {key: item.size for key, item in held.items() if isinstance(item, TensorStorageMetadata)}
 
 
 def _stream(folder: Path, weights: Sequence[Weight]) -> Iterator[NamedTensor]:
@@ -56,17 +67,3 @@ def _stream(folder: Path, weights: Sequence[Weight]) -> Iterator[NamedTensor]:
         for weight in group:
             out = full if weight.part is None else weight.part.of(full).clone()
             yield NamedTensor(weight.name, out.to(weight.dtype))
-
-
-def _check_shapes(
-    load: str, folder: Path, metadata: Metadata, wanted: dict[str, torch.Tensor]
-) -> None:
-    found = {
-        key: held.size
-        for key, held in metadata.state_dict_metadata.items()
-        if isinstance(held, TensorStorageMetadata)
-    }
-    wrong = [key for key, shape in found.items() if wanted[key].shape != shape]
-    if wrong:
-        remedy = f"{folder} is not of the model --hf-checkpoint names: {', '.join(wrong[:3])}"
-        raise ConfigError([Problem("--load", load, remedy)])
