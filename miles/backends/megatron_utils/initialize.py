@@ -30,7 +30,10 @@ def initialize(config: MilesConfig) -> argparse.Namespace:
         set_global_variables(args, build_tokenizer=False)
         _initialize_distributed(None, None, None)
         _set_random_seed(
-            args.seed, args.data_parallel_random_init, args.te_rng_tracker, args.inference_rng_tracker
+            args.seed,
+            args.data_parallel_random_init,
+            args.te_rng_tracker,
+            args.inference_rng_tracker,
         )
     return args
 
