@@ -140,6 +140,12 @@ def start(config: MilesConfig) -> int:
         return first
 
 
+def save_again(config: MilesConfig) -> None:
+    """Write what was read."""
+    with running(config) as (actor, first):
+        actor.save_model(first - 1)
+
+
 def attempt_saves(
     config: MilesConfig, rollouts: list[list[TrainBatch]], limit: int
 ) -> dict[str, Any]:

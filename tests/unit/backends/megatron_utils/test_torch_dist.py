@@ -17,6 +17,7 @@ from tests.unit.backends.megatron_utils.checkpoint_jobs import (
     load_and_report,
     make_config,
     make_rollouts,
+    save_again,
     save_in_background,
     start,
     tensors_in,
@@ -139,14 +140,6 @@ def test_another_layout_of_ranks_goes_on_with_weights_and_optimizer(
     config = saving(config, tmp_path / "b", no_save_optim=False)
     megatron_ranks.run_well(save_again, config, num_ranks=num_ranks)
     assert read(megatron_ranks, tmp_path / "b") == read(megatron_ranks, tmp_path / "a")
-
-
-def save_again(config: MilesConfig) -> None:
-    """Write what was read."""
-    from tests.unit.backends.megatron_utils.checkpoint_jobs import running
-
-    with running(config) as (actor, first):
-        actor.save_model(first - 1)
 
 
 def read(ranks: Ranks, folder: Path) -> dict[str, Any]:
@@ -276,8 +269,8 @@ def test_converted_weights_start_at_rollout_zero_with_a_fresh_optimizer(
 ) -> None:
     source = make_config(tiny_qwen3, TP2)
     converted = megatron_ranks.run_well(convert, source, str(tmp_path / "w"), num_ranks=2)[0]
-    assert (tmp_path / "w" / checkpoints.TRACKER).read_text() == "0"
-    assert checkpoints.is_weights_only(tmp_path / "w" / "iter_0000000")
+    assert (tmp_path / "w" / checkpoints.TRACKER).read_text() == "release"
+    assert checkpoints.is_weights_only(tmp_path / "w" / "release")
     config = make_config(tiny_qwen3, SHARDED)
     # Other weights would be read from here if the converted ones were not taken.
     loading = dataclasses.replace(
