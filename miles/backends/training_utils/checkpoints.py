@@ -105,7 +105,8 @@ def read_tracker(load: str | Path) -> int | None:
         text = path.read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
-    if text == RELEASE and (Path(load) / RELEASE).is_dir():
+    released = step_dir(load, 0)
+    if text == RELEASE and (released.is_dir() or _replaced(released).is_dir()):
         return 0
     if not (text.isascii() and text.isdigit()):
         raise _refused(load, f"{path} holds {text[:40]!r} instead of a step number; {_steps(load)}")
