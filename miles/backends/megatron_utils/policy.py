@@ -12,8 +12,8 @@ from miles.backends.megatron_utils.converters import Converter
 from miles.backends.megatron_utils.initialize import initialize, parallel_state
 from miles.backends.megatron_utils.model import HeadOptions, PolicyModel, build_chunks
 from miles.backends.megatron_utils.optimizer import Optimizer
-from miles.backends.megatron_utils.shards import local_tensors
 from miles.backends.megatron_utils.sharded_state import TrainerState
+from miles.backends.megatron_utils.shards import local_tensors
 from miles.backends.megatron_utils.weights import (
     _resolved,  # pyright: ignore[reportPrivateUsage]
     load_hf,

@@ -109,7 +109,7 @@ def _chunk_stats(
     return maximum_C, torch.stack([target_C - log_total_C, entropy_C, log_total_C])
 
 
-def _logits_gradient(  # noqa: PLR0913
+def _logits_gradient(
     logits_CxV: Tensor,
     normalizer_C: Tensor,
     targets_C: Tensor,
