@@ -1,4 +1,4 @@
-"""Weights under Hugging Face names: matching a checkpoint with the model, streaming full tensors."""
+"""Weights under Hugging Face names: matching a checkpoint with the model, streaming it in full."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -26,7 +26,7 @@ from miles.backends.megatron_utils.shards import (
     local_tensors,
     place,
 )
-from miles.backends.training_utils.hf_files import HFFiles
+from miles.backends.training_utils.hf_files import Header, HFFiles
 from miles.contracts.types import NamedTensor
 from miles.core import distributed
 from miles.core.hf import CheckpointDirError
@@ -75,6 +75,12 @@ def stream_hf(
             storage = out.untyped_storage()
             is_own = storage.nbytes() == out.nbytes and storage.data_ptr() != borrowed
             yield NamedTensor(name, out if is_own else out.clone())
+
+
+def exported(converter: Converter, files: HFFiles) -> list[Header]:
+    """What ``stream_hf`` yields, in its order. Raises ``CheckpointDirError``."""
+    _check_names(converter, files)
+    return [files.headers[name] for entry in _resolved(converter, files) for name in entry.hf]
 
 
 def _resolved(converter: Converter, files: HFFiles) -> Iterator[Entry]:

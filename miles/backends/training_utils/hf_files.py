@@ -29,9 +29,14 @@ _DTYPES = {
 class Header:
     """What a checkpoint file says about one tensor."""
 
+    name: str
     file: Path
     dtype: torch.dtype
     shape: torch.Size
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
 
 
 class HFFiles:
@@ -78,7 +83,8 @@ class HFFiles:
                     raise CheckpointDirError(
                         f"{file}: {name} is stored as {code}; convert the checkpoint to bf16 first"
                     )
-                headers[name] = Header(file, _DTYPES[code], torch.Size(view.get_shape()))
+                shape = torch.Size(view.get_shape())
+                headers[name] = Header(name, file, _DTYPES[code], shape)
         return headers
 
 
