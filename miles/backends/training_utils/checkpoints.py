@@ -155,6 +155,16 @@ def check_load(load: str | None) -> list[Problem]:
     return []
 
 
+def holds_steps(directory: str) -> bool:
+    """Whether ``directory`` looks like the place or a step of training checkpoints."""
+    folder = Path(directory)
+    return (
+        (folder / TRACKER).exists()
+        or bool(_iterations(folder))
+        or _STEP.fullmatch(folder.name) is not None
+    )
+
+
 def read_metadata(step: Path) -> dict[str, Any]:
     """What ``publish`` stored. Raises ``ConfigError`` when it is missing or unreadable.
 
