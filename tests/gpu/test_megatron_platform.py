@@ -64,7 +64,7 @@ def test_a_long_packed_row_costs_no_memory_that_grows_with_its_square(cp_size: i
         out = attend_share(query[mine], key, value, rank_layout(bounds, cp_size, 0), None, None)
     out.sum().backward()
     taken = device.memory_stats().peak_bytes - before
-    assert taken < 32 * query.numel() * query.element_size() < length**2 // 16
+    assert taken < 32 * query.numel() * query.element_size() < length**2 // 4
 
 
 def test_adam_on_the_device_equals_torch_on_the_host() -> None:

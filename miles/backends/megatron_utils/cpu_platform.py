@@ -7,6 +7,7 @@ caller: Megatron gets the CPU's answer, every other caller gets PyTorch's own, s
 
 import contextlib
 import functools
+import logging
 import sys
 import types
 import warnings
@@ -186,6 +187,10 @@ def patch_megatron() -> None:
     _state["megatron"] = True
     for module, name, replacement in megatron_functions():
         setattr(module, name, replacement)
+    # Megatron warns when code between its random states draws from the host's: here they are one.
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+        lambda record: "CPU RNG state changed" not in record.msg
+    )
 
 
 def megatron_functions() -> list[tuple[types.ModuleType, str, Callable[..., Any]]]:
