@@ -118,6 +118,7 @@ def read(step: Path, state: TrainerState) -> None:
     if state.ref is not None:
         _load_chunks(state.ref, loaded["ref"])
     if state.optimizer is not None and not state.optimizer.is_stub_optimizer:
+        _keep_own_settings(state.optimizer, loaded["optimizer"])
         state.optimizer.load_state_dict(loaded["optimizer"])
     if state.scheduler is not None and "opt_param_scheduler" in loaded:
         state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
@@ -184,6 +185,22 @@ def _named(chunks: Sequence[nn.Module]) -> dict[str, Any]:
     if len(models) == 1:
         return {"model": models[0]}
     return {f"model{index}": model for index, model in enumerate(models)}
+
+
+def _keep_own_settings(optimizer: Any, loaded: dict[Any, Any]) -> None:
+    """A run goes on with its own flags: of the saved parameter groups it takes the step count.
+
+    Megatron would take all of them, and refuses groups whose learning rate is another.
+    """
+    parts = optimizer.chained_optimizers
+    for number, part in enumerate(parts):
+        own = loaded[number] if len(parts) > 1 else loaded
+        groups = own.get("optimizer", own)["param_groups"]
+        if len(groups) != len(part.param_groups):
+            reason = f"its optimizer has {len(groups)} groups of parameters"
+            raise ValueError(f"{reason}, this run's {len(part.param_groups)}")
+        for saved, current in zip(groups, part.param_groups, strict=True):
+            saved |= {k: v for k, v in current.items() if k not in ("params", "step")}
 
 
 def _check_names(left_over: set[str], absent: set[str]) -> None:

@@ -14,7 +14,7 @@ cpu_platform.install()
 
 @pytest.fixture(scope="session")
 def megatron_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(2)
+    ranks = Ranks(8)
     yield ranks
     ranks.close()
 
