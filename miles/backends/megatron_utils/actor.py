@@ -55,6 +55,7 @@ class MegatronTrainRayActor(TrainRayActor):
         algorithm = self.config.algorithm
         if algorithm.reset_optimizer_states:
             self.ops.optimizer.reset()
+        self.ops.begin_rollout(rollout_id)
         stats = consume(self.ops, batch, self.config, timer=self._timer)
         interval = algorithm.ref_update_interval
         if self.ops.ref is not None and interval and (rollout_id + 1) % interval == 0:
@@ -82,7 +83,7 @@ class MegatronTrainRayActor(TrainRayActor):
             source = self.config.rollout.hf_checkpoint
             assert source is not None
             directory = settings.save_hf.format(rollout_id=rollout_id)
-            export_hf(directory, source, self.ops.stored_tensors(), self.ops.hf_weights())
+            export_hf(directory, source, self.ops.exported(), self.ops.hf_weights())
 
     def sleep(self) -> None:
         if not self.ops.store.asleep:
@@ -116,7 +117,7 @@ class MegatronTrainRayActor(TrainRayActor):
             "config": self.config.to_dict(),
             "dtypes": {
                 tensor.name: str(tensor.dtype).removeprefix("torch.")
-                for tensor in self.ops.stored_tensors()
+                for tensor in self.ops.exported()
             },
         }
 

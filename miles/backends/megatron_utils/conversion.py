@@ -16,9 +16,9 @@ from miles.backends.megatron_utils import cpu_platform
 cpu_platform.install()
 
 from miles.backends.megatron_utils import arguments, checkpoint  # noqa: E402
+from miles.backends.megatron_utils.chunks import build_chunks  # noqa: E402
 from miles.backends.megatron_utils.converters import Converter  # noqa: E402
 from miles.backends.megatron_utils.initialize import destroy, initialize  # noqa: E402
-from miles.backends.megatron_utils.model import build_chunks  # noqa: E402
 from miles.backends.megatron_utils.sharded_state import TrainerState  # noqa: E402
 from miles.backends.megatron_utils.weights import exported, load_hf, stream_hf  # noqa: E402
 from miles.backends.training_utils import checkpoints  # noqa: E402

@@ -18,7 +18,6 @@ from miles.config.root import MilesConfig
 from miles.contracts.parallel import ParallelState
 from miles.core import distributed
 
-
 _LEVELS = {
     "megatron": logging.WARNING,
     # They warn of what we know: the class of the model, and a service for faulty hardware.

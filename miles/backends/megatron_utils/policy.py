@@ -1,42 +1,32 @@
 """The three primitives of the contract on megatron-core, and all that the trainer's rank holds."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from miles.backends.megatron_utils.checkpoint import find_weights, load_weights
+from miles.backends.megatron_utils.chunks import build_chunks
 from miles.backends.megatron_utils.converters import Converter
 from miles.backends.megatron_utils.initialize import initialize, parallel_state
-from miles.backends.megatron_utils.model import HeadOptions, PolicyModel, build_chunks
+from miles.backends.megatron_utils.model import HeadOptions, PolicyModel
 from miles.backends.megatron_utils.optimizer import Optimizer
 from miles.backends.megatron_utils.sharded_state import TrainerState
 from miles.backends.megatron_utils.shards import local_tensors
-from miles.backends.megatron_utils.weights import (
-    _resolved,  # pyright: ignore[reportPrivateUsage]
-    load_hf,
-    stream_hf,
-)
-from miles.backends.training_utils.hf_files import HFFiles
+from miles.backends.megatron_utils.weights import exported, load_hf, stream_hf
+from miles.backends.training_utils.hf_files import Header, HFFiles
 from miles.backends.training_utils.losses import needs_entropy
 from miles.backends.training_utils.offload_store import HostStore
 from miles.config.derived import is_supervised, total_optimizer_steps
 from miles.config.errors import ConfigError, Problem
 from miles.config.root import MilesConfig
+from miles.contracts.hooks import load_hook
 from miles.contracts.trainer import WeightsTag
 from miles.contracts.types import LossFn, MicroBatch, NamedTensor, StepStats
 from miles.core.hf import load_config
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor as the checkpoint has it: what an export must know before it comes."""
-
-    name: str
-    dtype: torch.dtype
-    num_bytes: int
 
 
 class MegatronPolicyOps:
@@ -51,6 +41,7 @@ class MegatronPolicyOps:
         assert path is not None, "--hf-checkpoint"
         self._config = config
         self.args = initialize(config)
+        _call_hook(config, "custom_megatron_init_path", self.args)
         self.parallel = parallel_state()
         self._files, self._converter = HFFiles(path), converter_of("--hf-checkpoint", path)
         chunks = build_chunks(self.args, trainable=True)
@@ -71,14 +62,23 @@ class MegatronPolicyOps:
             self._read_reference(frozen)
             self.ref = PolicyModel(frozen, self.args, self.parallel, options)
         self._with_entropy = needs_entropy(config.algorithm)
+        self._rollout_id = self._step_id = 0
         self.store = HostStore(self._state, self._gradients)
+
+    def begin_rollout(self, rollout_id: int) -> None:
+        """Steps are counted within the rollout, for the hook before each of them."""
+        self._rollout_id, self._step_id = rollout_id, 0
 
     def log_probs(self, batches: Sequence[MicroBatch], *, weights: WeightsTag) -> list[Tensor]:
         model = self.model if weights == "actor" else self.ref
         assert model is not None, "built without a reference"
+        prefix = "ref_" if weights == "ref" else ""
+        field = "custom_megatron_before_log_prob_hook_path"
+        _call_hook(self._config, field, self.args, model.chunks, prefix)
         return model.log_probs(batches)
 
     def optimizer_step(self, batches: Sequence[MicroBatch], loss: LossFn) -> StepStats:
+        self._call_step_hook()
         self.optimizer.zero_grad()
         sums = self.model.forward_backward(batches, loss, with_entropy=self._with_entropy)
         stats = self.optimizer.step(sums)
@@ -91,14 +91,9 @@ class MegatronPolicyOps:
             self.model.synchronize_parameters()
         yield from stream_hf(self.model.chunks, self._converter, self._files, self.store.read)
 
-    def stored_tensors(self) -> list[StoredTensor]:
+    def exported(self) -> list[Header]:
         """What ``hf_weights`` yields, in its order."""
-        headers = self._files.headers
-        names = [n for entry in _resolved(self._converter, self._files) for n in entry.hf]
-        return [
-            StoredTensor(n, headers[n].dtype, headers[n].shape.numel() * headers[n].dtype.itemsize)
-            for n in names
-        ]
+        return exported(self._converter, self._files)
 
     def sleep(self) -> None:
         """Free the device memory of weights, optimizer and gradients. Collective."""
@@ -123,6 +118,13 @@ class MegatronPolicyOps:
             scheduler=self.optimizer.schedule,
             ref=self.ref.chunks if ref and self.ref is not None else None,
         )
+
+    def _call_step_hook(self) -> None:
+        position = (self._rollout_id, self._step_id)
+        objects = (self.model.chunks, self.optimizer.megatron, self.optimizer.schedule)
+        field = "custom_megatron_before_train_step_hook_path"
+        _call_hook(self._config, field, self.args, *position, *objects)
+        self._step_id += 1
 
     def _read_initial_weights(self, chunks: list[nn.Module]) -> None:
         """Of a torch_dist directory given as the reference, else of the Hugging Face one."""
@@ -161,6 +163,16 @@ class MegatronPolicyOps:
             for index, buffer in enumerate([*chunk.buffers, *chunk.expert_parallel_buffers]):
                 found[f"{number}.{index}"] = buffer.grad_data
         return found
+
+
+_load = cache(load_hook)
+
+
+def _call_hook(config: MilesConfig, field: str, *arguments: Any) -> None:
+    """The user's function of that field of ``HooksConfig``, if there is one."""
+    function = _load(field, vars(config.hooks)[field])
+    if function is not None:
+        function(*arguments)
 
 
 def converter_of(flag: str, path: str) -> Converter:

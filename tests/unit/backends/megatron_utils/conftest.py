@@ -20,20 +20,6 @@ def megatron_ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
-def four() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="session")
-def eight() -> Iterator[Ranks]:
-    ranks = Ranks(8)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return make_models(tmp_path_factory.mktemp("megatron-models"))
 

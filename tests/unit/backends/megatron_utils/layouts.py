@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform") + (
-    "--recompute-num-layers",
-    "1",
+RECOMPUTE = (
+    *("--recompute-granularity", "full"),
+    *("--recompute-method", "uniform"),
+    *("--recompute-num-layers", "1"),
 )
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 

@@ -1,4 +1,4 @@
-"""Models with enough layers and heads for every layout, and their weights as the files hold them."""
+"""Models that fit every layout, and their weights as the files hold them."""
 
 from collections.abc import Mapping
 from pathlib import Path

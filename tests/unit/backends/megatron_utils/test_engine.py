@@ -60,7 +60,9 @@ def dense(models: dict[str, Path]) -> Path:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_log_probs_are_those_of_transformers(four: Ranks, dense: Path, layout: Layout) -> None:
+def test_log_probs_are_those_of_transformers(
+    megatron_ranks: Ranks, dense: Path, layout: Layout
+) -> None:
     config = make_config(dense, *layout.argv, rollout={"rollout_temperature": 0.7}, **layout.groups)
     model: Any = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     expected: dict[int, list[float]] = {}
@@ -71,7 +73,7 @@ def test_log_probs_are_those_of_transformers(four: Ranks, dense: Path, layout: L
         log_probs = torch.log_softmax(logits[:-1] / 0.7, -1).gather(1, tokens[1:, None])[:, 0]
         expected[sample.index] = log_probs[-sample.response_length :].tolist()
     rollouts = shards_of(layout, config, 1)
-    answers = four.run_well(log_probs_of, config, rollouts, num_ranks=layout.num_ranks)
+    answers = megatron_ranks.run_well(log_probs_of, config, rollouts, num_ranks=layout.num_ranks)
     seen: set[int] = set()
     for answer in answers:
         seen |= answer.keys()
@@ -81,23 +83,23 @@ def test_log_probs_are_those_of_transformers(four: Ranks, dense: Path, layout: L
 
 
 @pytest.fixture(scope="module")
-def fsdp_policy_run(four: Ranks, dense: Path) -> dict[str, Any]:
+def fsdp_policy_run(megatron_ranks: Ranks, dense: Path) -> dict[str, Any]:
     config = jobs.make_config(dense, algorithm=POLICY, optimizer=OPTIMIZER)
     rollouts = make_rollouts(config, 3, dp_size=1)
-    (answer,) = four.run_well(jobs.train_rollouts, config, rollouts, num_ranks=1)
+    (answer,) = megatron_ranks.run_well(jobs.train_rollouts, config, rollouts, num_ranks=1)
     return answer
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_policy_training_equals_that_of_the_fsdp_backend(
-    four: Ranks, dense: Path, fsdp_policy_run: dict[str, Any], layout: Layout
+    megatron_ranks: Ranks, dense: Path, fsdp_policy_run: dict[str, Any], layout: Layout
 ) -> None:
     """With reference, entropy, importance weights and a reference that moves."""
     config = make_config(
         dense, *layout.argv, algorithm=POLICY, optimizer=OPTIMIZER, **layout.groups
     )
     rollouts = shards_of(layout, config, 3)
-    answers = four.run_well(train_rollouts, config, rollouts, num_ranks=layout.num_ranks)
+    answers = megatron_ranks.run_well(train_rollouts, config, rollouts, num_ranks=layout.num_ranks)
     for answer in answers:
         for step, other in zip(answer["steps"], fsdp_policy_run["steps"], strict=True):
             assert step.loss == pytest.approx(other.loss, abs=1e-5)
@@ -115,7 +117,7 @@ def test_policy_training_equals_that_of_the_fsdp_backend(
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_gradient_that_is_not_finite_changes_nothing(
-    four: Ranks, dense: Path, layout: Layout, precision: str
+    megatron_ranks: Ranks, dense: Path, layout: Layout, precision: str
 ) -> None:
     flags = ("--initial-loss-scale", "1024") if precision == "fp16" else ()
     config = make_config(
@@ -126,7 +128,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(
         **layout.groups,
     )
     rollouts = shards_of(layout, config, 1)
-    answers = four.run_well(steps_around_a_bad_one, config, rollouts, num_ranks=layout.num_ranks)
+    answers = megatron_ranks.run_well(
+        steps_around_a_bad_one, config, rollouts, num_ranks=layout.num_ranks
+    )
     for answer in answers:
         good, bad, next_good = answer["seen"]
         assert [x["stats"].skipped for x in answer["seen"]] == [False, True, False]
@@ -142,7 +146,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(
     ids=str,
 )
 def test_sleep_changes_no_bit_and_frees_everything(
-    four: Ranks, dense: Path, layout: Layout, precision: str
+    megatron_ranks: Ranks, dense: Path, layout: Layout, precision: str
 ) -> None:
     config = make_config(
         dense,
@@ -153,8 +157,8 @@ def test_sleep_changes_no_bit_and_frees_everything(
         **layout.groups,
     )
     rollouts = shards_of(layout, config, 2)
-    slept = four.run_well(train_with_naps, config, rollouts, num_ranks=layout.num_ranks)
-    awake = four.run_well(train_rollouts, config, rollouts, num_ranks=layout.num_ranks)
+    slept = megatron_ranks.run_well(train_with_naps, config, rollouts, num_ranks=layout.num_ranks)
+    awake = megatron_ranks.run_well(train_rollouts, config, rollouts, num_ranks=layout.num_ranks)
     for one, other in zip(slept, awake, strict=True):
         assert one["steps"] == other["steps"]
         assert one["weights"] == other["weights"]
@@ -165,7 +169,7 @@ def test_sleep_changes_no_bit_and_frees_everything(
 
 @pytest.mark.parametrize("flags", [(), ("--use-precision-aware-optimizer",)], ids=["", "aware"])
 def test_bf16_training_follows_fp32_and_starts_from_the_checkpoints_bits(
-    four: Ranks, models: dict[str, Path], flags: tuple[str, ...]
+    megatron_ranks: Ranks, models: dict[str, Path], flags: tuple[str, ...]
 ) -> None:
     layout = Layout(model="moe", tp=2, ep=2, sequence_parallel=True)
     model = models["moe"]
@@ -176,11 +180,11 @@ def test_bf16_training_follows_fp32_and_starts_from_the_checkpoints_bits(
         )
 
     rollouts = shards_of(layout, config(True), 2)
-    narrow = four.run_well(train_rollouts, config(False, *flags), rollouts, num_ranks=2)
-    wide = four.run_well(train_rollouts, config(True), rollouts, num_ranks=2)
+    narrow = megatron_ranks.run_well(train_rollouts, config(False, *flags), rollouts, num_ranks=2)
+    wide = megatron_ranks.run_well(train_rollouts, config(True), rollouts, num_ranks=2)
     for one, other in zip(narrow, wide, strict=True):
         for step, expected in zip(one["steps"], other["steps"], strict=True):
             assert step.grad_norm == pytest.approx(expected.grad_norm, rel=0.05)
     stored = load_file(model / "model.safetensors")
-    for answer in four.run_well(weights_at_start, config(True), num_ranks=2):
+    for answer in megatron_ranks.run_well(weights_at_start, config(True), num_ranks=2):
         assert answer == {name: as_bytes(tensor) for name, tensor in stored.items()}

@@ -42,12 +42,11 @@ def plain_run(plain: dict[str, Any], models: dict[str, Path], name: str) -> Any:
     ],
 )
 def test_a_layout_trains_like_one_plain_process(
+    megatron_ranks: Ranks,
     layout: Layout,
     models: dict[str, Path],
     plain: dict[str, Any],
-    request: pytest.FixtureRequest,
 ) -> None:
-    ranks: Ranks = request.getfixturevalue("four" if layout.num_ranks <= 4 else "eight")
     config = make_config(
         models[layout.model],
         *layout.argv,
@@ -56,7 +55,7 @@ def test_a_layout_trains_like_one_plain_process(
         **layout.groups,
     )
     rollouts = make_rollouts(config, NUM_ROLLOUTS, dp_size=layout.dp)
-    results = ranks.run_well(train_rollouts, config, rollouts, num_ranks=layout.num_ranks)
+    results = megatron_ranks.run_well(train_rollouts, config, rollouts, num_ranks=layout.num_ranks)
     steps, weights = plain_run(plain, models, layout.model)
     for result in results:
         assert result["steps"] == results[0]["steps"]

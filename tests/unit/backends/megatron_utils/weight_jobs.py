@@ -13,9 +13,9 @@ from miles.backends.megatron_utils import cpu_platform
 
 cpu_platform.install()
 
+from miles.backends.megatron_utils.chunks import build_chunks  # noqa: E402
 from miles.backends.megatron_utils.converters import Converter  # noqa: E402
 from miles.backends.megatron_utils.initialize import destroy, initialize  # noqa: E402
-from miles.backends.megatron_utils.model import build_chunks  # noqa: E402
 from miles.backends.megatron_utils.shards import local_tensors  # noqa: E402
 from miles.backends.megatron_utils.weights import load_hf, stream_hf  # noqa: E402
 from miles.backends.training_utils.hf_files import HFFiles  # noqa: E402
