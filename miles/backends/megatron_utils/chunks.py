@@ -34,9 +34,10 @@ def build_chunks(args: argparse.Namespace, *, trainable: bool) -> list[nn.Module
     def provide(
         *, pre_process: bool, post_process: bool, vp_stage: int | None = None, **others: Any
     ) -> GPTModel:
+        spec: Any = layer_spec(args, config, vp_stage)
         return GPTModel(
             config=config,
-            transformer_layer_spec=layer_spec(args, config, vp_stage),
+            transformer_layer_spec=spec,
             vocab_size=args.padded_vocab_size,
             max_sequence_length=args.max_position_embeddings,
             pre_process=pre_process,

@@ -4,8 +4,9 @@ import argparse
 import logging
 from contextlib import redirect_stdout
 from os import devnull
+from typing import Any
 
-from megatron.core import parallel_state as mpu
+from megatron.core import parallel_state as groups
 from megatron.training.global_vars import set_global_variables
 from megatron.training.initialize import (
     _initialize_distributed,  # pyright: ignore[reportPrivateUsage]
@@ -17,6 +18,8 @@ from miles.backends.megatron_utils import arguments, fused_adam
 from miles.config.root import MilesConfig
 from miles.contracts.parallel import ParallelState
 from miles.core import distributed
+
+mpu: Any = groups
 
 _LEVELS = {
     "megatron": logging.WARNING,

@@ -5,24 +5,19 @@ the vocabulary or of the sequences it holds.
 """
 
 import argparse
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
+from megatron.core import parallel_state
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 
+from miles.backends.megatron_utils.head import Head, HeadOptions, Request
 from miles.backends.megatron_utils.layout import (
     Axes,
     ModelInput,
@@ -30,19 +25,11 @@ from miles.backends.megatron_utils.layout import (
     model_input,
     num_tokens,
 )
-from miles.backends.megatron_utils.vocab_parallel import VocabShard, token_stats
 from miles.contracts.parallel import ParallelState
 from miles.contracts.types import LossFn, MicroBatch, TokenStats
 from miles.core import device
 
-
-@dataclass(frozen=True)
-class HeadOptions:
-    """How logits become log-probs."""
-
-    temperature: float
-    chunk_size: int
-    """See ``vocab_parallel.token_stats``."""
+mpu: Any = parallel_state
 
 
 class PolicyModel:
@@ -50,16 +37,15 @@ class PolicyModel:
 
     def __init__(
         self,
-        chunks: list[nn.Module],
+        chunks: list[Any],
         args: argparse.Namespace,
         parallel: ParallelState,
         options: HeadOptions,
     ) -> None:
-        self.chunks = chunks
+        self.chunks: list[Any] = chunks
         self.config: Any = get_model_config(chunks[0])
-        self._vocab_size: int = args.vocab_size
         self._parallel = parallel
-        self._options = options
+        self._head = Head(args.vocab_size, options)
         self._axes = Axes(
             cp_size=mpu.get_context_parallel_world_size(),
             cp_rank=mpu.get_context_parallel_rank(),
@@ -128,7 +114,7 @@ class PolicyModel:
                 chunk.start_param_sync(force_sync=True)
 
     def _overlaps_gather(self) -> bool:
-        return self.chunks[0].ddp_config.overlap_param_gather
+        return bool(self.chunks[0].ddp_config.overlap_param_gather)
 
     def _run(
         self,
@@ -178,8 +164,8 @@ class PolicyModel:
             attention_mask=None,
             packed_seq_params=inputs.packed_seq_params,
             padding_mask=self._padding_mask(chunk, inputs),
-            output_processor=self._token_stats,
-            output_processor_context=(batch, inputs, with_entropy),
+            output_processor=self._head,
+            output_processor_context=Request(batch, inputs, with_entropy),
         )
 
     def _padding_mask(self, chunk: nn.Module, inputs: ModelInput) -> Tensor | None:
@@ -192,48 +178,6 @@ class PolicyModel:
             return inputs.padding_mask
         rank = mpu.get_tensor_model_parallel_rank()
         return inputs.padding_mask.chunk(split, dim=1)[rank].contiguous()
-
-    def _token_stats(
-        self,
-        *,
-        hidden_states: Tensor,
-        output_layer: Any,
-        output_weight: Tensor | None,
-        context: tuple[MicroBatch, ModelInput, bool],
-        **others: Any,
-    ) -> Tensor:
-        """``[1 or 2, R]``: log-probs and, if asked for, entropies, in place of logits."""
-        del others
-        batch, inputs, with_entropy = context
-        group = mpu.get_tensor_model_parallel_group()
-        if self._axes.sequence_split > 1:
-            hidden_LxBxH = gather_from_sequence_parallel_region(hidden_states, group=group)
-            hidden_KxH = hidden_LxBxH.flatten(0, 1).index_select(0, inputs.index_K)
-        else:
-            hidden_KxH = hidden_states.flatten(0, 1).index_select(0, inputs.index_K)
-            hidden_KxH = copy_to_tensor_model_parallel_region(hidden_KxH, group=group)
-        weight = output_layer.weight if output_weight is None else output_weight
-
-        def head(hidden_KxH: Tensor) -> Tensor:
-            log_probs_K, entropy_K = token_stats(
-                hidden_KxH,
-                weight,
-                batch.targets_R[inputs.place_K],
-                VocabShard.of(self._vocab_size, len(weight), group),
-                temperature=self._options.temperature,
-                chunk_size=self._options.chunk_size,
-                with_entropy=with_entropy,
-            )
-            return torch.stack([log_probs_K] if entropy_K is None else [log_probs_K, entropy_K])
-
-        # As the layer's own forward pass: the wait for its parameter's gather hangs on that.
-        with _replaced_forward(output_layer, head):
-            stats = output_layer(hidden_KxH)
-        if self._axes.cp_size == 1:
-            return stats
-        return _WholeResponses.apply(
-            stats, inputs.place_K, len(batch.targets_R), mpu.get_context_parallel_group()
-        )
 
     def _set_auxiliary_scale(self, batches: Sequence[MicroBatch]) -> None:
         """A router's loss is weighted by its micro-batch's tokens: divide by those of the step."""
@@ -259,38 +203,6 @@ class PolicyModel:
         last = mpu.get_pipeline_model_parallel_last_rank()
         dist.broadcast_object_list(box, last, group=mpu.get_pipeline_model_parallel_group())
         return box[0]
-
-
-class _WholeResponses(torch.autograd.Function):
-    """Values of this rank's response tokens to those of all context-parallel ranks.
-
-    Every rank goes on to compute the same whole loss, so that in the backward pass each takes the
-    gradient of its own tokens and nothing is summed.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, stats_NxK: Tensor, place_K: Tensor, num_tokens: int, group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.save_for_backward(place_K)
-        stats_NxR = stats_NxK.new_zeros(len(stats_NxK), num_tokens)
-        stats_NxR[:, place_K] = stats_NxK
-        dist.all_reduce(stats_NxR, group=group)
-        return stats_NxR
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (place_K,) = ctx.saved_tensors
-        return grads[0][:, place_K], None, None, None
-
-
-@contextmanager
-def _replaced_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Generator[None]:
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
 
 
 def _finalize_gradients(chunks: list[nn.Module], num_tokens: Any = None, **how: Any) -> None:

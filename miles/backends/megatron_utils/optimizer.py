@@ -80,12 +80,10 @@ class Optimizer:
         total_steps: int,
     ) -> None:
         self.chunks: list[Any] = chunks
-        settings, overrides = get_megatron_optimizer_config(args)
-        # Weight decay reaches norms and biases too: both backends train alike.
-        overrides = {key: value for key, value in overrides.items() if "wd_mult" not in value}
+        settings, overrides = _settings(args)
         self.megatron: Any = get_megatron_optimizer(
             settings,
-            chunks,
+            self.chunks,
             config_overrides=overrides,
             use_gloo_process_groups=args.use_gloo_process_groups,
         )
@@ -179,6 +177,14 @@ class Optimizer:
                 clip_grad_by_total_norm_fp32(
                     parameters, self._clip, grad_norm, use_decoupled_grad=narrow
                 )
+
+
+def _settings(args: argparse.Namespace) -> tuple[Any, dict[Any, Any]]:
+    """Megatron's optimizer config, and what differs from it for some parameters."""
+    made: Any = get_megatron_optimizer_config(args)
+    settings, overrides = made
+    # Weight decay reaches norms and biases too: both backends train alike.
+    return settings, {key: value for key, value in overrides.items() if "wd_mult" not in value}
 
 
 def _one_or_all(functions: list[Any]) -> Any:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from miles.backends.megatron_utils.checkpoint import find_weights, load_weights
 from miles.backends.megatron_utils.chunks import build_chunks
 from miles.backends.megatron_utils.converters import Converter
+from miles.backends.megatron_utils.head import HeadOptions
 from miles.backends.megatron_utils.initialize import initialize, parallel_state
-from miles.backends.megatron_utils.model import HeadOptions, PolicyModel
+from miles.backends.megatron_utils.model import PolicyModel
 from miles.backends.megatron_utils.optimizer import Optimizer
 from miles.backends.megatron_utils.sharded_state import TrainerState
 from miles.backends.megatron_utils.shards import local_tensors
