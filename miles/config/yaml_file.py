@@ -29,7 +29,7 @@ def read_arguments(path: str, specs: Sequence[FlagSpec]) -> tuple[list[str], lis
             remedy = f"the same flag as {seen[flag]!r} in {path}; leave one out"
             problems.append(Problem(option, value, remedy))
         seen[flag] = str(key)
-        if name in ("config", "help"):
+        if name in ("config", "help", "help-megatron"):
             problems.append(Problem(option, value, f"has no place in a file ({path})"))
             continue
         try:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from miles.config.command_line import Foreign
 from miles.config.errors import Problem
+from miles.config.lora_flags import LORA_FLAGS
 from miles.config.megatron_flags import MEGATRON_FLAGS
 from miles.config.root import MilesConfig
 from miles.config.rules.problems import problem
@@ -18,14 +19,6 @@ ATTENTION_PACKAGES: Mapping[str, str] = {
     "flash_attention_4": "flash_attn.cute",
 }
 """transformers attention -> the module that it needs."""
-
-_LORA_NAMES = """
-    experts-shared-outer-loras exclude-modules lora-adapter-path lora-alpha lora-base-cpu-backup
-    lora-dropout lora-rank lora-sync-from-tensor lora-train-only lora-type multi-lora-adapter
-    multi-lora-api-port multi-lora-backend-path multi-lora-disable-service-mode
-    multi-lora-http-server-path multi-lora-idle-poll-s multi-lora-max-adapter-global-batch-size
-    multi-lora-max-coalesce-wait-s multi-lora-max-empty-wait-s multi-lora-n-adapters target-modules
-"""
 
 _ARCHITECTURE = (
     "leave it out: the architecture comes from the config.json of --hf-checkpoint, not from flags"
@@ -100,7 +93,7 @@ def check(config: MilesConfig, given: frozenset[str]) -> list[Problem]:
 def refuse(foreign: Foreign) -> Problem | None:
     """The problem of a flag that belongs to the other backend; ``None`` for any other flag."""
     name = foreign.name.removeprefix("--")
-    if name in _LORA_NAMES.split():
+    if name in LORA_FLAGS:
         remedy = "LoRA is not supported by the fsdp backend, which trains all weights; leave it out"
         return Problem(foreign.name, foreign.value, remedy)
     if name not in MEGATRON_FLAGS:

@@ -1,1 +1,1 @@
-"""Training on megatron-core: tensor, pipeline, context and expert parallelism under the contract."""
+"""Training on megatron-core: tensor, pipeline, context and expert parallelism for one contract."""

@@ -5,13 +5,50 @@ which carries them as ``megatron_argv``.
 """
 
 import argparse
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
 
-from miles.backends.megatron_utils import machine, namespace, package
+from miles.backends.megatron_utils import (
+    architecture,
+    derive,
+    machine,
+    namespace,
+    package,
+    refusals,
+    rules,
+)
+from miles.config.command_line import Foreign, unknown_flag
 from miles.config.errors import ConfigError, Problem
+from miles.config.lora_flags import LORA_FLAGS
+from miles.config.megatron_flags import MEGATRON_FLAGS
 from miles.config.root import MilesConfig
-from miles.core import logging
+from miles.config.rules.problems import problem
+from miles.core import hf, logging
 
 log = logging.get(__name__)
+
+Checked = tuple[tuple[str, ...], list[Problem], list[str]]
+"""``megatron_argv``, everything wrong, and what was derived or is worth a warning."""
+
+
+def check(config: MilesConfig, foreign: Sequence[Foreign]) -> Checked:
+    """Turn the flags that are not ours into Megatron's arguments, and check these.
+
+    Imports Megatron, so takes seconds; with Megatron missing or of another version that is the
+    problem, beside flags that no version has.
+    """
+    missing = package.problem()
+    if missing is not None:
+        known = {f"--{name}": refusals.reason_against(name, "") for name in MEGATRON_FLAGS}
+        return (), [missing, *_misplaced(foreign, known)], []
+    parser = namespace.make_parser()
+    known = refusals.reasons(parser)
+    problems = _misplaced(foreign, known)
+    own = [flag for flag in foreign if flag.name in known and known[flag.name] is None]
+    unreadable = _unreadable(parser, own)
+    argv, more, messages = _check_values(config, parser, own, {p.flag for p in unreadable})
+    return argv, [*problems, *unreadable, *more], messages
 
 
 def parse(config: MilesConfig) -> argparse.Namespace:
@@ -25,9 +62,131 @@ def parse(config: MilesConfig) -> argparse.Namespace:
     flags = machine.flags()
     if flags:
         log.info("%s: %s", machine.reason(), " ".join(flags))
+    if "--moe-grouped-gemm" in config.megatron_argv and not package.has_transformer_engine():
+        log.info("--moe-grouped-gemm: needs Transformer Engine; experts run one after another")
     try:
         args = namespace.parse_args([*flags, *config.megatron_argv])
         namespace.validate(args, config)
     except namespace.MegatronArgumentError as error:
-        raise ConfigError([Problem("Megatron", "its arguments", str(error))]) from error
+        raise ConfigError([_refused_by_megatron(error)]) from error
     return args
+
+
+def help_text() -> str:
+    """Megatron's flags that a run of Miles takes. Raises ``ConfigError`` without Megatron."""
+    missing = package.problem()
+    if missing is not None:
+        raise ConfigError([missing])
+    return namespace.help_text()
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What ``config.json`` of --hf-checkpoint says."""
+
+    hf_config: Any
+    flags: Mapping[str, str | bool]
+
+
+def _check_values(
+    config: MilesConfig,
+    parser: argparse.ArgumentParser,
+    own: Sequence[Foreign],
+    unreadable: Set[str],
+) -> Checked:
+    """``unreadable`` flags have their problem; that they keep their default is not another."""
+    given = {flag.name.removeprefix("--") for flag in own}
+    model, problems = _model(config)
+    if model is None:
+        return (), problems, []
+    derived, messages = _architecture(config, model, given)
+    argv = [
+        *derive.defaults(),
+        *derive.from_model(config, model.hf_config, given),
+        *derived,
+        *(word for flag in own if flag.name not in unreadable for word in _words(flag)),
+    ]
+    args = parser.parse_args([*machine.flags(), *argv])
+    expected = parser.parse_args(architecture.to_argv(model.flags))
+    problems = [*architecture.compare(args, expected, unreadable), *rules.check(args, config)]
+    problems = [p for p in problems if not unreadable.intersection(p.flag.split(", "))]
+    if not problems and not unreadable:
+        problems = _validated(config, argv)
+    return tuple(argv), problems, [*messages, *rules.warnings(args)]
+
+
+def _architecture(
+    config: MilesConfig, model: _Model, given: Set[str]
+) -> tuple[list[str], list[str]]:
+    """The flags of the checkpoint where the user gives none, and what to say about it."""
+    if given & architecture.ARCHITECTURE_FLAGS:
+        names = {"spec"} - given
+    else:
+        names = model.flags.keys() - given
+    flags = {name: value for name, value in model.flags.items() if name in names}
+    if not flags:
+        return [], []
+    argv = architecture.to_argv(flags)
+    source = f"{config.rollout.hf_checkpoint}/config.json"
+    return argv, [f"Megatron's architecture flags from {source}: {' '.join(argv)}"]
+
+
+def _validated(config: MilesConfig, argv: Sequence[str]) -> list[Problem]:
+    """What Megatron itself has against the arguments: the first such thing."""
+    try:
+        args = namespace.parse_args([*machine.flags(), *argv])
+        args.rank, args.world_size = 0, config.cluster.num_train_ranks
+        namespace.validate(args, config)
+    except namespace.MegatronArgumentError as error:
+        return [_refused_by_megatron(error)]
+    return []
+
+
+def _model(config: MilesConfig) -> tuple[_Model | None, list[Problem]]:
+    """``None`` without problems where the directory itself is at fault, which has its own rule."""
+    path = config.rollout.hf_checkpoint
+    if path is None:
+        return None, []
+    try:
+        hf.check_directory(path)
+    except hf.CheckpointDirError:
+        return None, []
+    try:
+        hf_config = hf.load_config(path)
+        return _Model(hf_config, architecture.flags_of(hf_config)), []
+    except (OSError, ValueError) as error:
+        return None, [problem(config, "hf_checkpoint", remedy=str(error))]
+
+
+def _misplaced(foreign: Sequence[Foreign], known: Mapping[str, str | None]) -> list[Problem]:
+    """Flags that nobody knows or that Miles refuses, which ``known`` has the reason for."""
+    hints = [option for option, reason in known.items() if reason is None]
+    problems: list[Problem] = []
+    for flag in foreign:
+        if flag.name.removeprefix("--") in LORA_FLAGS:
+            remedy = "LoRA is not supported in this version, which trains all weights; leave it out"
+            problems.append(Problem(flag.name, flag.value, remedy))
+        elif flag.name not in known:
+            problems.append(unknown_flag(flag, hints))
+        elif reason := known[flag.name]:
+            problems.append(Problem(flag.name, flag.value, f"leave it out: {reason}"))
+    return problems
+
+
+def _unreadable(parser: argparse.ArgumentParser, own: Sequence[Foreign]) -> list[Problem]:
+    problems: list[Problem] = []
+    for flag in own:
+        fault = namespace.fault_of(parser, _words(flag))
+        if fault is not None:
+            problems.append(Problem(flag.name, flag.value, fault))
+    return problems
+
+
+def _words(flag: Foreign) -> list[str]:
+    if len(flag.words) == 1 and flag.words[0].startswith("-"):
+        return [f"{flag.name}={flag.words[0]}"]
+    return [flag.name, *flag.words]
+
+
+def _refused_by_megatron(error: namespace.MegatronArgumentError) -> Problem:
+    return Problem("--train-backend", "megatron", f"Megatron refuses its arguments: {error}")

@@ -7,8 +7,10 @@ caller: Megatron gets the CPU's answer, every other caller gets PyTorch's own, s
 
 import contextlib
 import functools
+import logging
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -166,8 +168,10 @@ _state = {"torch": False, "megatron": False}
 def install() -> None:
     """Make ``import megatron.core`` and everything after it work here; call it before the import.
 
-    Does nothing where CUDA is available, nor when called again.
+    Where CUDA is available it only silences Megatron's warnings that Transformer Engine and Apex
+    are missing: this package has its own modules for what they would do.
     """
+    warnings.filterwarnings("ignore", r"(Transformer Engine and )?Apex (is|are) not installed")
     if torch.cuda.is_available():
         return
     if not _state["torch"]:
@@ -183,6 +187,10 @@ def patch_megatron() -> None:
     _state["megatron"] = True
     for module, name, replacement in megatron_functions():
         setattr(module, name, replacement)
+    # Megatron warns when code between its random states draws from the host's: here they are one.
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+        lambda record: "CPU RNG state changed" not in record.msg
+    )
 
 
 def megatron_functions() -> list[tuple[types.ModuleType, str, Callable[..., Any]]]:
@@ -209,8 +217,7 @@ def _patch_torch() -> None:
         owner, name = resolve(path)
         setattr(owner, name, _for_megatron(getattr(owner, name), replacement))
     for path, replacement in CLASSES.items():
-        owner, name = resolve(path)
-        setattr(owner, name, replacement)
+        setattr(*resolve(path), replacement)
     for name in _FACTORIES:
         setattr(torch, name, _cpu_factory(getattr(torch, name)))
     torch.Tensor.to = _cpu_to(torch.Tensor.to)  # pyright: ignore[reportAttributeAccessIssue]

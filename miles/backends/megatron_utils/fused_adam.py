@@ -10,7 +10,6 @@ import sys
 import types
 from collections.abc import Iterable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from torch.optim.adamw import adamw
 from miles.core import device
 
 _DTYPES = (torch.float32, torch.bfloat16)
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 _ENGINE = "needs Transformer Engine"
 
 MAIN = "master_param"
@@ -82,7 +82,7 @@ class FusedAdam(torch.optim.Optimizer):
                 if not self.state[param]:
                     self.initialize_state(param)
             if self._is_plain(updated):
-                self._update(group, updated, updated)
+                self._update(group, updated)
                 continue
             # One parameter at a time: no more than one is widened to fp32 at once.
             for param in updated:
@@ -127,16 +127,16 @@ class FusedAdam(torch.optim.Optimizer):
         held_elsewhere = MAIN not in self.state_dtypes and not self.use_decoupled_grad
         return fp32 and held_elsewhere and all(p.dtype == torch.float32 for p in params)
 
-    def _update(self, group: dict[str, Any], params: list[Tensor], states: list[Tensor]) -> None:
+    def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         gradients = [param.grad for param in params]
-        moments = [[self.state[p][name] for p in states] for name in ("exp_avg", "exp_avg_sq")]
+        moments = [[self.state[p][name] for p in params] for name in _MOMENTS]
         self._adam(group, params, gradients, moments)
 
     def _update_wide(self, group: dict[str, Any], param: Tensor) -> None:
         state, gradient = self.state[param], self._gradient(param)
         assert gradient is not None
         main = state.get(MAIN)
-        wide = {name: state[name].float() for name in ("exp_avg", "exp_avg_sq")}
+        wide = {name: state[name].float() for name in _MOMENTS}
         target = param.detach().float() if main is None else main
         self._adam(group, [target], [gradient.float()], [[m] for m in wide.values()])
         for name, value in wide.items():
@@ -190,7 +190,10 @@ def install() -> None:
     check = OptimizerConfig.__post_init__
 
     def check_with_ours(config: Any) -> None:
-        with mock.patch.dict(sys.modules, {ours.__name__: ours}):
+        sys.modules[ours.__name__] = ours
+        try:
             check(config)
+        finally:
+            del sys.modules[ours.__name__]
 
     OptimizerConfig.__post_init__ = check_with_ours

@@ -1,6 +1,7 @@
 """Megatron's process-wide state: global arguments, process groups and seeds; its end too."""
 
 import argparse
+import logging
 from contextlib import redirect_stdout
 from os import devnull
 
@@ -17,6 +18,13 @@ from miles.config.root import MilesConfig
 from miles.contracts.parallel import ParallelState
 from miles.core import distributed
 
+_LEVELS = {
+    "megatron": logging.WARNING,
+    # They warn of what we know: the class of the model, and a service for faulty hardware.
+    "megatron.core.models.gpt.gpt_model": logging.ERROR,
+    "megatron.core.rerun_state_machine": logging.ERROR,
+}
+
 
 def initialize(config: MilesConfig) -> argparse.Namespace:
     """Make Megatron's arguments its global ones, build its groups and seed; collective.
@@ -25,6 +33,10 @@ def initialize(config: MilesConfig) -> argparse.Namespace:
     """
     args = arguments.parse(config)
     fused_adam.install()
+    for name, level in _LEVELS.items():
+        logging.getLogger(name).setLevel(level)
+    # A life of this process that ended with an error has left its state.
+    destroy_global_state()
     # Megatron prints what it does on rank 0, where the run's own lines belong.
     with open(devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
         set_global_variables(args, build_tokenizer=False)

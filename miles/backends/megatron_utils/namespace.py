@@ -7,18 +7,16 @@ process at the first thing it does not like; here none of this reaches the calle
 import argparse
 import contextlib
 import io
+import re
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from miles.backends.megatron_utils import package
+from miles.backends.megatron_utils import package, refusals
 from miles.config.derived import total_optimizer_steps
 from miles.config.flags import add_arguments, flag_specs
 from miles.config.root import MilesConfig
 from miles.config.rules.problems import values_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class MegatronArgumentError(ValueError):
@@ -27,9 +25,7 @@ class MegatronArgumentError(ValueError):
 
 def make_parser() -> argparse.ArgumentParser:
     """Megatron's options and ours; errors raise ``MegatronArgumentError``."""
-    from megatron.training.arguments import (  # pyright: ignore[reportMissingImports]
-        add_megatron_arguments,
-    )
+    from megatron.training.arguments import add_megatron_arguments
 
     parser = _Parser(allow_abbrev=False, add_help=False)
     return add_miles_arguments(add_megatron_arguments(parser))
@@ -44,18 +40,51 @@ def add_miles_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """``megatron.training.arguments.parse_args`` of ``argv``; rank and world size from the
     environment. Raises ``MegatronArgumentError``."""
-    from megatron.training.arguments import (  # pyright: ignore[reportMissingImports]
-        parse_args as megatron_parse_args,
-    )
+    from megatron.training.arguments import parse_args as megatron_parse_args
 
     with _own_argv(argv), _refusals():
         return megatron_parse_args(extra_args_provider=add_miles_arguments)
 
 
+def fault_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> str | None:
+    """What is wrong with one option and its values; ``None``: nothing."""
+    try:
+        with _refusals():
+            _, extras = parser.parse_known_args(list(words))
+    except MegatronArgumentError as error:
+        return re.sub(r"^argument [^:]*: ", "", str(error))
+    if not extras:
+        return None
+    return f"takes no further value: {' '.join(extras)}"
+
+
+def help_text() -> str:
+    """Megatron's options less those that Miles refuses or shares, group by group."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(
+        argparse.ArgumentParser(
+            usage="python train.py --train-backend megatron ... [MEGATRON FLAGS]",
+            description="Megatron-LM's own flags. Where none of the architecture is given, it is "
+            "that of --hf-checkpoint.",
+            allow_abbrev=False,
+            add_help=False,
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36),
+        )
+    )
+    shared = {option for spec in flag_specs(MilesConfig) for option in spec.options}
+    for group in parser._action_groups:  # pyright: ignore[reportPrivateUsage]
+        for action in group._group_actions:  # pyright: ignore[reportPrivateUsage]
+            name, title = action.option_strings[0], group.title or ""
+            if name in shared or refusals.reason_against(name, title) is not None:
+                action.help = argparse.SUPPRESS
+    return parser.format_help()
+
+
 def validate(args: argparse.Namespace, config: MilesConfig) -> None:
     """Give the shared options their values in ``config`` and let Megatron check and complete
     ``args``. Raises ``MegatronArgumentError``."""
-    from megatron.training.arguments import (  # pyright: ignore[reportMissingImports]
+    from megatron.training.arguments import (
         core_transformer_config_from_args,
         validate_args,
     )
@@ -71,11 +100,10 @@ def validate(args: argparse.Namespace, config: MilesConfig) -> None:
         core_transformer_config_from_args(args)
 
 
-def _values(args: argparse.Namespace, config: MilesConfig) -> "Mapping[str, Any]":
+def _values(args: argparse.Namespace, config: MilesConfig) -> Mapping[str, Any]:
     """Options whose values are those of ``config`` or follow from how Miles drives Megatron."""
     shared = {spec.dest for spec in flag_specs(MilesConfig) if spec.shared}
     values = {dest: value for dest, value in values_of(config).items() if dest in shared}
-    steps = total_optimizer_steps(config)
     model_size = (
         args.tensor_model_parallel_size
         * args.pipeline_model_parallel_size
@@ -88,13 +116,15 @@ def _values(args: argparse.Namespace, config: MilesConfig) -> "Mapping[str, Any]
         **values,
         **batch,
         "bf16": not (config.precision.fp16 or config.precision.fp32),
-        "train_iters": steps,
-        "save_interval": config.checkpoint.save_interval or steps,
-        # Losses are divided by the counts of the whole step already: gradients are summed.
-        "calculate_per_token_loss": True,
-        # Metrics go through our trackers.
+        "train_iters": total_optimizer_steps(config),
+        # Checkpoints and metrics are ours to write.
+        "load": None,
+        "save": None,
+        "async_save": False,
         "tensorboard_dir": None,
         "wandb_project": "",
+        # Losses are divided by the counts of the whole step already: gradients are summed.
+        "calculate_per_token_loss": True,
         # Without it the experts run one after another: the same numbers, slower.
         "moe_grouped_gemm": moe_grouped_gemm,
     }

@@ -10,7 +10,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 from miles.backends.megatron_utils.attention import CoreAttention
 from miles.backends.megatron_utils.layers import RMSNorm
@@ -118,9 +122,17 @@ def _named_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> 
     spec = found
     if not isinstance(found, LayerSpec) and callable(found):
         spec = found(args, config, vp_stage)
+    if isinstance(spec, ModuleSpec) and not HAVE_TE and _is_layer(spec.module):
+        # For a single layer Megatron would choose the final norm, and has none of its own.
+        layers = [spec] * get_num_layers_to_build(config, vp_stage)
+        return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
     if not isinstance(spec, LayerSpec):
         remedy = (
             f"gives a {type(spec).__name__}; needed is a ModuleSpec or TransformerBlockSubmodules"
         )
         raise ConfigError([Problem("--spec", given, remedy)])
     return spec
+
+
+def _is_layer(module: Any) -> bool:
+    return isinstance(module, type) and issubclass(module, BaseTransformerLayer)

@@ -1,7 +1,7 @@
 """Log-probs and entropies of response tokens whose vocabulary is spread over tensor-parallel ranks.
 
-The same quantities as ``training_utils/logprobs.py``, a few tokens at a time in both passes, so that
-memory does not grow with tokens x vocabulary. Shape letters: ``K`` response tokens of this rank,
+The same quantities as ``training_utils/logprobs.py``, a few tokens at a time in both passes: memory
+does not grow with tokens x vocabulary. Shape letters: ``K`` response tokens of this rank,
 ``H`` hidden size, ``V`` this rank's vocabulary rows without padding, ``C`` tokens of a chunk.
 """
 

@@ -25,20 +25,22 @@ WEIGHTS_ONLY = {"weights_only": True}
 """In the metadata of converted weights: rollout 0 starts from them, nothing else is resumed."""
 
 _STEP = re.compile(r"iter_(\d{7,})")
-_LEFTOVER = re.compile(r"iter_\d{7,}\.(tmp|gone)")
-_REPLACED = re.compile(r"(iter_\d{7,})\.old")
+_LEFTOVER = re.compile(r"(?:iter_\d{7,}|release)\.(?:tmp|gone)")
+_REPLACED = re.compile(r"(iter_\d{7,}|release)\.old")
 
 log = logging.get(__name__)
 
 
 def step_dir(save: str | Path, iteration: int) -> Path:
-    """Directory of a finished checkpoint; ``iteration`` counts completed rollouts."""
-    return Path(save) / f"iter_{iteration:07d}"
+    """Directory of a finished checkpoint; ``iteration`` counts completed rollouts, 0 is that of
+    converted weights."""
+    return Path(save) / (RELEASE if iteration == 0 else f"iter_{iteration:07d}")
 
 
 def staging_dir(save: str | Path, iteration: int) -> Path:
     """Where that checkpoint is written until it is complete."""
-    return Path(save) / f"iter_{iteration:07d}.tmp"
+    final = step_dir(save, iteration)
+    return final.with_name(final.name + ".tmp")
 
 
 def prepare_staging(save: str | Path, iteration: int, backend_entries: Sequence[str]) -> Path:
@@ -103,7 +105,8 @@ def read_tracker(load: str | Path) -> int | None:
         text = path.read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
-    if text == RELEASE and (Path(load) / RELEASE).is_dir():
+    released = step_dir(load, 0)
+    if text == RELEASE and (released.is_dir() or _replaced(released).is_dir()):
         return 0
     if not (text.isascii() and text.isdigit()):
         raise _refused(load, f"{path} holds {text[:40]!r} instead of a step number; {_steps(load)}")
@@ -135,8 +138,7 @@ def resolve_load(load: str | None, *, announce: bool = True) -> Path | None:
             log.info("--load %s holds no checkpoint yet: fresh start", load)
         return None
     final = step_dir(folder, iteration)
-    released = [folder / RELEASE] if iteration == 0 else []
-    for step in (final, _replaced(final), *released):
+    for step in (final, _replaced(final)):
         if step.is_dir():
             return step
     raise _refused(load, f"{TRACKER} says {iteration} but {final} is missing; {_steps(folder)}")
@@ -151,6 +153,16 @@ def check_load(load: str | None) -> list[Problem]:
     except ConfigError as error:
         return list(error.problems)
     return []
+
+
+def holds_steps(directory: str) -> bool:
+    """Whether ``directory`` looks like the place or a step of training checkpoints."""
+    folder = Path(directory)
+    return (
+        (folder / TRACKER).exists()
+        or bool(_iterations(folder))
+        or _STEP.fullmatch(folder.name) is not None
+    )
 
 
 def read_metadata(step: Path) -> dict[str, Any]:
@@ -198,7 +210,7 @@ def verify(step: Path) -> dict[str, Any]:
 
 def recover(save: str | Path) -> None:
     """Clear up after a crash: remove half-written steps, put back one that was being replaced."""
-    for entry in sorted(Path(save).glob("iter_*")):
+    for entry in sorted(Path(save).glob("*")):
         if _LEFTOVER.fullmatch(entry.name):
             log.info("removing left-over %s", entry)
             _remove(entry)
@@ -214,12 +226,12 @@ def prune(save: str | Path, keep: int | None) -> list[Path]:
     """Remove all but the newest ``keep`` steps; return those removed.
 
     Steps beyond the tracker's belong to another history of the run and are left alone, as are the
-    tracker's own step, those that the sentinel asked for and converted weights (step 0).
+    tracker's own step and those that the sentinel asked for.
     """
     newest = read_tracker(save)
     if keep is None or newest is None:
         return []
-    old = [i for i in _iterations(save) if 0 < i <= newest][:-keep]
+    old = [i for i in _iterations(save) if i <= newest][:-keep]
     removed: list[Path] = []
     for step in (step_dir(save, i) for i in old if i != newest):
         if not (step / REQUESTED).exists():
@@ -271,7 +283,7 @@ def _refused(load: str | Path, remedy: str) -> ConfigError:
 
 def _write_tracker(save: Path, iteration: int) -> None:
     temporary = save / f"{TRACKER}.tmp"
-    temporary.write_text(str(iteration), encoding="utf-8")
+    temporary.write_text(RELEASE if iteration == 0 else str(iteration), encoding="utf-8")
     _sync(temporary)
     temporary.replace(save / TRACKER)
     _sync(save)

@@ -73,7 +73,7 @@ def test_an_attention_whose_package_is_missing_is_refused() -> None:
     ],
 )
 def test_flags_of_the_other_backend_are_refused_by_name(flag: str, remedy: str) -> None:
-    problem = refuse(Foreign(name=flag, value="2"))
+    problem = refuse(Foreign(name=flag, words=("2",)))
     assert problem is not None
     assert problem.flag == flag
     assert "fsdp" in problem.remedy
@@ -81,4 +81,4 @@ def test_flags_of_the_other_backend_are_refused_by_name(flag: str, remedy: str) 
 
 
 def test_a_slip_of_the_pen_is_left_to_others() -> None:
-    assert refuse(Foreign(name="--rollout-batch", value="2")) is None
+    assert refuse(Foreign(name="--rollout-batch", words=("2",))) is None

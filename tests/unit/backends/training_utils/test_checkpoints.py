@@ -109,11 +109,21 @@ def test_a_step_of_megatron_itself_is_a_first_start_whatever_its_iteration(tmp_p
     assert checkpoints.verify(step)["iteration"] == 0
 
 
-def test_converted_weights_are_not_pruned(tmp_path: Path) -> None:
-    for iteration in (0, 1, 2, 3):
+def test_converted_weights_are_published_as_a_release_and_not_pruned(tmp_path: Path) -> None:
+    assert save(tmp_path, 0) == tmp_path / "release"
+    assert (tmp_path / checkpoints.TRACKER).read_text() == "release"
+    assert checkpoints.resolve_load(str(tmp_path)) == tmp_path / "release"
+    for iteration in (1, 2, 3):
         save(tmp_path, iteration)
     assert checkpoints.prune(tmp_path, 1) == [tmp_path / "iter_0000001", tmp_path / "iter_0000002"]
-    assert names(tmp_path) == ["iter_0000000", "iter_0000003", checkpoints.TRACKER]
+    assert names(tmp_path) == ["iter_0000003", checkpoints.TRACKER, "release"]
+
+
+def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
+    checkpoints.prepare_staging(tmp_path, 0, ["model"])
+    assert checkpoints.read_tracker(tmp_path) is None
+    checkpoints.recover(tmp_path)
+    assert names(tmp_path) == []
 
 
 def test_a_step_of_a_run_is_not_weights_only(tmp_path: Path) -> None:
