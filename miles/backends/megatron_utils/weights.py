@@ -61,26 +61,34 @@ def stream_hf(
     converter: Converter,
     files: HFFiles,
     read: ReadLocal = lambda _, tensor: tensor.detach(),
+    *,
+    fp16: bool = False,
 ) -> Iterator[NamedTensor]:
     """Yield every weight in full on every rank, named and typed as ``files`` has it. Collective.
 
-    Besides what it yields, a rank holds one full Megatron tensor at a time. The receiver owns the
-    tensors: none shares storage with the model or another one.
+    What the checkpoint has in bf16 leaves as fp16 in an ``fp16`` run, whose engines compute in
+    fp16. Besides what it yields, a rank holds one full Megatron tensor at a time. The receiver owns
+    the tensors: none shares storage with the model or another one.
     """
-    gather = _Gather(chunks, converter, files, read)
+    headers = {header.name: header for header in exported(converter, files, fp16=fp16)}
+    gather = _Gather(chunks, converter, headers, read)
     for entry in _resolved(converter, files):
         full, borrowed = gather(entry)
         for name, tensor in zip(entry.hf, entry.part(full), strict=True):
-            out = tensor.to(files.headers[name].dtype).contiguous()
+            out = tensor.to(headers[name].dtype).contiguous()
             storage = out.untyped_storage()
             is_own = storage.nbytes() == out.nbytes and storage.data_ptr() != borrowed
             yield NamedTensor(name, out if is_own else out.clone())
 
 
-def exported(converter: Converter, files: HFFiles) -> list[Header]:
+def exported(converter: Converter, files: HFFiles, *, fp16: bool = False) -> list[Header]:
     """What ``stream_hf`` yields, in its order. Raises ``CheckpointDirError``."""
     _check_names(converter, files)
-    return [files.headers[name] for entry in _resolved(converter, files) for name in entry.hf]
+    headers = [files.headers[name] for entry in _resolved(converter, files) for name in entry.hf]
+    return [
+        replace(header, dtype=torch.float16) if fp16 and header.dtype == torch.bfloat16 else header
+        for header in headers
+    ]
 
 
 def _resolved(converter: Converter, files: HFFiles) -> Iterator[Entry]:
@@ -187,11 +195,11 @@ class _Gather:
         self,
         chunks: Sequence[nn.Module],
         converter: Converter,
-        files: HFFiles,
+        headers: Mapping[str, Header],
         read: ReadLocal,
     ) -> None:
         self._tensors = local_tensors(chunks)
-        self._files = files
+        self._headers = headers
         self._read = read
         self._layout = Layout.current()
         self._device = next(iter(self._tensors.values())).device
@@ -206,7 +214,7 @@ class _Gather:
     def __call__(self, entry: Entry) -> tuple[Tensor, int | None]:
         """The full tensor without vocabulary padding, and the address of the storage it may share
         with what ``read`` gave."""
-        layout, headers = self._layout, [self._files.headers[name] for name in entry.hf]
+        layout, headers = self._layout, [self._headers[name] for name in entry.hf]
         # A cast is elementwise: before the gather it moves the narrower dtype.
         dtype = reduce(torch.promote_types, (header.dtype for header in headers))
         shape = entry.join([torch.empty(h.shape, device="meta") for h in headers]).shape
@@ -217,11 +225,7 @@ class _Gather:
             full = unshard(self._shards(held.to(dtype), entry), entry.split)[: shape[0]]
         else:
             full = torch.empty(shape, dtype=dtype, device=self._device)
-        if full.shape != shape:
-            raise ValueError(
-                f"{entry.megatron} is {tuple(full.shape)} in the model and {tuple(shape)} in "
-                f"{self._files.directory}"
-            )
+        assert full.shape == shape, f"{entry.megatron}: {tuple(full.shape)} for {tuple(shape)}"
         if entry.expert is not None and stage == layout.pipeline.rank:
             full = _broadcast(full, entry.expert // self._experts_per_rank, layout.expert)
         return _broadcast(full, stage, layout.pipeline), borrowed

@@ -75,7 +75,8 @@ class HFFiles:
     def _read_headers(self, files: list[Path]) -> dict[str, Header]:
         headers: dict[str, Header] = {}
         for file in files:
-            handle = self._handle(file)
+            # Not kept open: who wants the headers alone may hold this object for long.
+            handle = _opened(file)
             for name in handle.keys():  # noqa: SIM118
                 view = handle.get_slice(name)
                 code = view.get_dtype()

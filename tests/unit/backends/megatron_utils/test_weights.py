@@ -1,7 +1,6 @@
 """Checkpoints into the shards of every layout and out of them again, bit for bit."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from tests.unit.backends.megatron_utils.weight_jobs import (
     elements_read_and_held,
     held_after_loading,
     loaded_and_streamed,
-    megatron_config,
     stored,
+    weight_config,
 )
 
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
@@ -48,14 +47,7 @@ MOE: dict[str, tuple[str, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("weights")
     small: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48}
     small |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -81,10 +73,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def mixed(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def mixed(made: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """bf16, but a norm and one expert's gate in fp32 with values that bf16 cannot hold."""
     path = tmp_path_factory.mktemp("mixed") / "moe"
-    shutil.copytree(models["moe"], path)
+    shutil.copytree(made["moe"], path)
     tensors = load_file(path / "model.safetensors")
     for name in ("layers.0.input_layernorm.weight", "layers.1.mlp.experts.5.gate_proj.weight"):
         tensors[f"model.{name}"] = tensors[f"model.{name}"].float() + 1e-6
@@ -94,76 +86,70 @@ def mixed(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.parametrize(("model", "layouts"), [("tied", DENSE), ("moe", MOE)])
 def test_what_was_loaded_in_any_layout_leaves_as_the_checkpoint_holds_it(
-    four_ranks: Ranks, models: dict[str, Path], model: str, layouts: dict[str, tuple[str, ...]]
+    four: Ranks, made: dict[str, Path], model: str, layouts: dict[str, tuple[str, ...]]
 ) -> None:
-    configs = [megatron_config(models[model], *layout) for layout in layouts.values()]
-    expected = stored(models[model])
-    for rank, answers in enumerate(four_ranks.run_well(loaded_and_streamed, configs)):
+    configs = [weight_config(made[model], *layout) for layout in layouts.values()]
+    expected = stored(made[model])
+    for rank, answers in enumerate(four.run_well(loaded_and_streamed, configs)):
         for layout, streamed in zip(layouts, answers, strict=True):
             assert dict(streamed) == expected, (layout, rank)
             assert len(streamed) == len(expected), (layout, rank)
             assert [name for name, _ in streamed] == [name for name, _ in answers[0]]
 
 
-def test_biases_and_tied_and_untied_heads_survive(
-    four_ranks: Ranks, models: dict[str, Path]
-) -> None:
+def test_biases_and_tied_and_untied_heads_survive(four: Ranks, made: dict[str, Path]) -> None:
     names = ("llama", "qwen2")
-    configs = [megatron_config(models[name], *TP2, *PP2) for name in names]
-    for answers in four_ranks.run_well(loaded_and_streamed, configs):
+    configs = [weight_config(made[name], *TP2, *PP2) for name in names]
+    for answers in four.run_well(loaded_and_streamed, configs):
         for name, streamed in zip(names, answers, strict=True):
-            assert dict(streamed) == stored(models[name])
+            assert dict(streamed) == stored(made[name])
 
 
-def test_each_tensor_keeps_the_dtype_of_its_own(four_ranks: Ranks, mixed: Path) -> None:
-    configs = [megatron_config(mixed, *TP2, *ETP2, *EP2)]
-    for (streamed,) in four_ranks.run_well(loaded_and_streamed, configs):
+def test_each_tensor_keeps_the_dtype_of_its_own(four: Ranks, mixed: Path) -> None:
+    configs = [weight_config(mixed, *TP2, *ETP2, *EP2)]
+    for (streamed,) in four.run_well(loaded_and_streamed, configs):
         assert dict(streamed) == stored(mixed)
 
 
-def test_a_bf16_model_gives_a_bf16_checkpoint_back(
-    four_ranks: Ranks, models: dict[str, Path]
-) -> None:
-    configs = [megatron_config(models["moe"], *PP2, *EP2, fp32=False)]
-    for (streamed,) in four_ranks.run_well(loaded_and_streamed, configs):
-        assert dict(streamed) == stored(models["moe"])
+def test_a_bf16_model_gives_a_bf16_checkpoint_back(four: Ranks, made: dict[str, Path]) -> None:
+    configs = [weight_config(made["moe"], *PP2, *EP2, fp32=False)]
+    for (streamed,) in four.run_well(loaded_and_streamed, configs):
+        assert dict(streamed) == stored(made["moe"])
 
 
 def test_a_tied_tensor_goes_under_the_name_of_the_checkpoint(
-    four_ranks: Ranks, models: dict[str, Path], tmp_path: Path
+    four: Ranks, made: dict[str, Path], tmp_path: Path
 ) -> None:
     path = tmp_path / "model"
-    shutil.copytree(models["tied"], path)
+    shutil.copytree(made["tied"], path)
     tensors = load_file(path / "model.safetensors")
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    for (streamed,) in four_ranks.run_well(loaded_and_streamed, [megatron_config(path, *PP2)]):
+    for (streamed,) in four.run_well(loaded_and_streamed, [weight_config(path, *PP2)]):
         assert dict(streamed) == stored(path)
 
 
 def test_each_rank_holds_its_rows_of_the_vocabulary_and_zeros_beyond(
-    four_ranks: Ranks, models: dict[str, Path]
+    four: Ranks, made: dict[str, Path]
 ) -> None:
-    embedding = load_file(models["tied"] / "model.safetensors")["model.embed_tokens.weight"]
+    embedding = load_file(made["tied"] / "model.safetensors")["model.embed_tokens.weight"]
     # 96 tokens in 4 x 40 rows.
     padded = torch.cat([embedding, torch.zeros(64, 32)])
-    held = four_ranks.run_well(held_after_loading, megatron_config(models["tied"], *TP4))
+    held = four.run_well(held_after_loading, weight_config(made["tied"], *TP4))
     for rank, tensors in enumerate(held):
         name = "embedding.word_embeddings.weight"
         assert torch.equal(tensors[name], padded[40 * rank : 40 * (rank + 1)])
 
 
-def test_both_ends_of_a_pipeline_hold_a_tied_embedding(
-    four_ranks: Ranks, models: dict[str, Path]
-) -> None:
-    held = four_ranks.run_well(held_after_loading, megatron_config(models["tied"], *PP4))
+def test_both_ends_of_a_pipeline_hold_a_tied_embedding(four: Ranks, made: dict[str, Path]) -> None:
+    held = four.run_well(held_after_loading, weight_config(made["tied"], *PP4))
     first, last = held[0], held[3]
     assert torch.equal(first["embedding.word_embeddings.weight"], last["output_layer.weight"])
 
 
-def test_a_rank_reads_what_it_holds_and_no_more(four_ranks: Ranks, models: dict[str, Path]) -> None:
-    config = megatron_config(models["moe"], *TP2, *ETP2, *EP2)
-    for read, held in four_ranks.run_well(elements_read_and_held, config):
+def test_a_rank_reads_what_it_holds_and_no_more(four: Ranks, made: dict[str, Path]) -> None:
+    config = weight_config(made["moe"], *TP2, *ETP2, *EP2)
+    for read, held in four.run_well(elements_read_and_held, config):
         assert read <= held
 
 
@@ -178,14 +164,14 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank(
-    four_ranks: Ranks, models: dict[str, Path], tmp_path: Path, fault: str
+    four: Ranks, made: dict[str, Path], tmp_path: Path, fault: str
 ) -> None:
     path = tmp_path / "model"
-    shutil.copytree(models["tied"], path)
+    shutil.copytree(made["tied"], path)
     file = path / "model.safetensors"
     tensors = load_file(file)
     name = "model.layers.1.mlp.up_proj.weight"
-    config = megatron_config(path, *PP2)
+    config = weight_config(path, *PP2)
     if fault == "missing":
         del tensors[name]
     elif fault == "surplus":
@@ -197,9 +183,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank(
     if fault == "damaged":
         file.write_bytes(file.read_bytes()[:-5000])
     if fault == "short":
-        config = megatron_config(path, *PP2, "--num-layers", "2")
+        config = weight_config(path, *PP2, "--num-layers", "2")
     kind, says = FAULTS[fault]
-    for error in four_ranks.run(held_after_loading, config):
+    for error in four.run(held_after_loading, config):
         assert isinstance(error, Exception)
         with pytest.raises(Exception, match=says):
             raise error

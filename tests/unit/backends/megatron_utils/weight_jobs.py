@@ -19,67 +19,18 @@ from miles.backends.megatron_utils.initialize import destroy, initialize  # noqa
 from miles.backends.megatron_utils.shards import local_tensors  # noqa: E402
 from miles.backends.megatron_utils.weights import load_hf, stream_hf  # noqa: E402
 from miles.backends.training_utils.hf_files import HFFiles  # noqa: E402
-from miles.config.cluster import ClusterConfig  # noqa: E402
-from miles.config.data import DataConfig  # noqa: E402
-from miles.config.precision import PrecisionConfig  # noqa: E402
-from miles.config.rollout import RolloutConfig  # noqa: E402
 from miles.config.root import MilesConfig  # noqa: E402
 from miles.core import distributed, hf  # noqa: E402
+from tests.unit.backends.megatron_utils.engine_jobs import make_config  # noqa: E402
 
 Digest = tuple[str, tuple[int, ...], str]
 """dtype, shape, hash of the bytes"""
 
 
-def megatron_config(model: Path, *layout: str, fp32: bool = True) -> MilesConfig:
-    """A run on the Megatron backend whose architecture flags are those of ``model``."""
-    return MilesConfig(
-        cluster=ClusterConfig(train_backend="megatron", distributed_timeout_minutes=2),
-        rollout=RolloutConfig(hf_checkpoint=str(model)),
-        data=DataConfig(num_rollout=1, rollout_batch_size=8, n_samples_per_prompt=1),
-        precision=PrecisionConfig(fp32=fp32),
-        megatron_argv=(*architecture(hf.load_config(str(model))), *layout),
-    )
-
-
-def architecture(config: Any) -> list[str]:
-    flags = {
-        "num-layers": config.num_hidden_layers,
-        "hidden-size": config.hidden_size,
-        "ffn-hidden-size": config.intermediate_size,
-        "num-attention-heads": config.num_attention_heads,
-        "num-query-groups": config.num_key_value_heads,
-        "kv-channels": config.head_dim,
-        "normalization": "RMSNorm",
-        "norm-epsilon": config.rms_norm_eps,
-        "position-embedding-type": "rope",
-        "vocab-size": config.vocab_size,
-        "seq-length": 64,
-        "max-position-embeddings": 64,
-        "tokenizer-type": "NullTokenizer",
-        # Rows of padding, and with more ranks more of them.
-        "make-vocab-size-divisible-by": 40,
-    }
-    switches = ["group-query-attention", "swiglu", "disable-bias-linear"]
-    if config.model_type.startswith("qwen3"):
-        switches.append("qk-layernorm")
-    if config.model_type == "qwen2":
-        switches.append("add-qkv-bias")
-    if not config.tie_word_embeddings:
-        switches.append("untie-embeddings-and-output-weights")
-    if config.model_type == "qwen3_moe":
-        flags |= {
-            "num-experts": config.num_experts,
-            "moe-ffn-hidden-size": config.moe_intermediate_size,
-            "moe-router-topk": config.num_experts_per_tok,
-            "moe-layer-freq": _sparse_layers(config),
-        }
-    pairs = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
-    return [*pairs, *(f"--{name}" for name in switches)]
-
-
-def _sparse_layers(config: Any) -> str:
-    sparse = [int(i not in config.mlp_only_layers) for i in range(config.num_hidden_layers)]
-    return str(sparse).replace(" ", "")
+def weight_config(model: Path, *layout: str, fp32: bool = True) -> MilesConfig:
+    """Rows of padding in the vocabulary, and with more ranks more of them."""
+    padding = ("--make-vocab-size-divisible-by", "40")
+    return make_config(model, *padding, *layout, precision={"fp32": fp32})
 
 
 def digest(tensor: Tensor) -> Digest:
