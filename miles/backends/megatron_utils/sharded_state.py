@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 _REF = "ref."
 """Prefix of a reference's tensors."""
+_SHARDING, _GATHERED = "distrib_optim_sharding_type", "fully_reshardable"
 _NOT_THE_MODEL = ("optimizer.", "chained_", _REF, "rng_state", "rerun_state_machine")
 _ENGINE_STATE = "_extra_state"
 """What Transformer Engine's layers add, which local ones do not have; empty without fp8."""
@@ -73,6 +74,7 @@ def writable(state_dict: dict[str, Any], *, copied: bool, validate: bool) -> dic
 
     Collective when it is to ``validate`` that every part of every tensor is written exactly once.
     """
+    gathered = state_dict["content_metadata"].get(_SHARDING) == _GATHERED
     split: Any = save_preprocess(state_dict, validate, lambda _: {})
     sharded, common = split
     sharded["common_state"] = ShardedObject("common_state", common, (1,), (0,), dist.get_rank())
@@ -81,7 +83,8 @@ def writable(state_dict: dict[str, Any], *, copied: bool, validate: bool) -> dic
     for leaf in nested_values(sharded):
         if not is_main_replica(leaf.replica_id):
             continue
-        if copied and isinstance(leaf, ShardedTensor):
+        is_copy = gathered and leaf.key.startswith("optimizer.")
+        if copied and isinstance(leaf, ShardedTensor) and not is_copy:
             live: Any = leaf.data
             leaf.data = live.detach().to("cpu", copy=True)
         name = leaf.unique_key if isinstance(leaf, ShardedObject) else leaf.key
@@ -128,9 +131,7 @@ def _content(args: Namespace) -> dict[str, Any]:
     """How the tensors lie in the directory: Megatron reads it back before anything else."""
     content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if args.use_distributed_optimizer:
-        content["distrib_optim_sharding_type"] = "fully_reshardable"
-        # One copy of the state in host memory, not one on each data-parallel rank.
-        content["distrib_optim_fully_reshardable_mem_efficient"] = args.use_gloo_process_groups
+        content[_SHARDING] = _GATHERED
     return content
 
 
@@ -143,7 +144,11 @@ def _generate(
     rng_state: Any = None,
 ) -> dict[str, Any]:
     metadata = _with_group(content)
-    optimizer_options: dict[str, Any] = {"metadata": metadata}
+    # Over gloo one data-parallel rank gets the whole state, else every one does.
+    in_one_place = {
+        "distrib_optim_fully_reshardable_mem_efficient": state.args.use_gloo_process_groups
+    }
+    optimizer_options: dict[str, Any] = {"metadata": metadata | in_one_place}
     if is_loading:
         optimizer_options["is_loading"] = True
     return generate_state_dict(
