@@ -15,6 +15,7 @@ from miles.config.algorithm import AlgorithmConfig
 from miles.config.checkpoint import CheckpointConfig
 from miles.config.cluster import ClusterConfig
 from miles.config.data import DataConfig
+from miles.config.hooks import HooksConfig
 from miles.config.optimizer import OptimizerConfig
 from miles.config.precision import PrecisionConfig
 from miles.config.rollout import RolloutConfig
@@ -23,6 +24,7 @@ from miles.contracts.types import LossFn, LossOutput, TrainBatch
 from miles.core import device
 from miles.core.hf import load_config
 from tests.unit.backends.fsdp_utils.jobs import Weights, as_bytes
+from tests.unit.backends.megatron_utils import made_hooks
 
 COMMON = (
     *("--max-position-embeddings", "2048", "--seq-length", "64"),
@@ -43,6 +45,7 @@ def make_config(model: Path, *flags: str, **groups: dict[str, Any]) -> MilesConf
         "precision": PrecisionConfig(fp32=True),
         "optimizer": OptimizerConfig(lr=1e-3),
         "checkpoint": CheckpointConfig(),
+        "hooks": HooksConfig(),
         "data": DataConfig(
             use_dynamic_batch_size=True,
             max_tokens_per_gpu=40,
@@ -154,3 +157,10 @@ def weights_at_start(config: MilesConfig) -> Weights:
     weights = weights_of(actor)
     actor.shutdown()
     return weights
+
+
+def train_with_hooks(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
+    """What the hooks of this process saw in a run, and its weights."""
+    made_hooks.seen.clear()
+    result = train_rollouts(config, rollouts)
+    return {"seen": list(made_hooks.seen), "weights": result["weights"]}
