@@ -117,6 +117,10 @@ def _values(args: argparse.Namespace, config: MilesConfig) -> Mapping[str, Any]:
         **batch,
         "bf16": not (config.precision.fp16 or config.precision.fp32),
         "train_iters": total_optimizer_steps(config),
+        # Megatron does so for bf16 alone.
+        "accumulate_allreduce_grads_in_fp32": (
+            config.precision.fp16 or args.accumulate_allreduce_grads_in_fp32
+        ),
         # Checkpoints and metrics are ours to write.
         "load": None,
         "save": None,
@@ -125,6 +129,8 @@ def _values(args: argparse.Namespace, config: MilesConfig) -> Mapping[str, Any]:
         "wandb_project": "",
         # Losses are divided by the counts of the whole step already: gradients are summed.
         "calculate_per_token_loss": True,
+        # A step whose gradient is not finite is skipped and counted, not the end of the run.
+        "check_for_nan_in_loss_and_grad": False,
         # Without it the experts run one after another: the same numbers, slower.
         "moe_grouped_gemm": moe_grouped_gemm,
     }
