@@ -213,7 +213,7 @@ def test_a_checkpoint_given_as_the_model_says_which_flag_takes_it(
     megatron: list[str], tmp_path: Path
 ) -> None:
     folder = str(made_checkpoint(tmp_path / "converted"))
-    with pytest.raises(ConfigError, match="--hf-checkpoint = .*--load takes"):
+    with pytest.raises(ConfigError, match=r"--hf-checkpoint = .*--load takes"):
         read_config([*megatron, "--hf-checkpoint", folder])
 
 
