@@ -222,11 +222,9 @@ def test_all_problems_are_reported_in_one_go(line: Line) -> None:
     assert "did you mean --sequence-parallel?" in found["--sequence-paralel"]
     assert found["--hidden-size"] == "invalid int value: 'wide'"
     assert "yes" in found["--swiglu"]
-    assert (
-        "'full'" in found["--recompute-granularity"] or "full" in found["--recompute-granularity"]
-    )
-    architecture = next(flag for flag in joined if "--num-layers" in flag)
-    assert not {"--hidden-size", "--swiglu"} & set(architecture.split(", "))
+    assert "full" in found["--recompute-granularity"]
+    # A size that cannot be read is no difference to the checkpoint.
+    assert not any("--num-layers" in flag for flag in joined)
 
 
 def test_what_only_megatron_finds_joins_the_list(line: Line) -> None:
@@ -345,7 +343,7 @@ def test_help_megatron_lists_its_groups_without_what_is_refused(
     text = capsys.readouterr().out
     assert "--tensor-model-parallel-size" in text
     assert "--recompute-granularity" in text
-    for refused in ("--data-path", "--train-iters", "--rl-generation-lag", "--hf-checkpoint"):
+    for refused in ("--data-path", "--train-iters", "--rl-generation-lag", "--rollout-batch-size"):
         assert refused not in text
 
 

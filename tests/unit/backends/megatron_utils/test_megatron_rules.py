@@ -16,7 +16,7 @@ DENSE = (
     "--num-query-groups 4 --ffn-hidden-size 96 --attention-dropout 0 --hidden-dropout 0 "
     "--transformer-impl local"
 )
-MIXTURE = f"{DENSE} --num-experts 6 --moe-ffn-hidden-size 24"
+MIXTURE = f"{DENSE} --num-experts 6 --moe-ffn-hidden-size 24 --moe-token-dispatcher-type alltoall"
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +118,16 @@ def test_virtual_stages_divide_a_stage_and_overlap(parser: Any) -> None:
 
 def test_a_mixture_under_tensor_parallelism_needs_sequence_parallelism(parser: Any) -> None:
     assert flags(parser, f"{MIXTURE} {TP} 2") == [TP]
+
+
+def test_tokens_are_gathered_only_among_ranks_with_the_same_samples(parser: Any) -> None:
+    gather, scatter = (f"--moe-token-dispatcher-type {kind}" for kind in ("allgather", "alltoall"))
+    among_two = f"{MIXTURE} {TP} 2 --sequence-parallel {EP} 2 {ETP} 1"
+    assert found(parser, f"{among_two} {gather}") == []
+    assert found(parser, f"{MIXTURE} {EP} 2 {gather}", context=2) == []
+    assert flags(parser, f"{MIXTURE} {EP} 2 {gather}") == ["--moe-token-dispatcher-type"]
+    assert found(parser, f"{MIXTURE} {EP} 2 {scatter}") == []
+    assert found(parser, f"{MIXTURE} {gather}") == []
 
 
 def test_tensor_without_sequence_parallelism_warns(parser: Any) -> None:
