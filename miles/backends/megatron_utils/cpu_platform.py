@@ -11,7 +11,7 @@ import logging
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ def _uncompiled(model: Any = None, **kwargs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _stream_scope(stream: Any = None) -> Iterator[None]:
+def _stream_scope(stream: Any = None) -> Generator[None]:
     del stream
     yield
 
