@@ -21,7 +21,8 @@ def memory_of_a_step(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> d
     batch = build_micro_batches(shard, packed=True, device=device.current_device())[0][0]
     held = device.memory_stats().allocated_bytes
     torch.accelerator.reset_peak_memory_stats()
-    stats = model.token_stats(batch, HeadOptions(1.0), with_entropy=False)
+    head = HeadOptions(temperature=1.0, chunk_size=1024)
+    stats = model.token_stats(batch, head, with_entropy=False)
     stats.log_probs_R.sum().backward()
     used = device.memory_stats().peak_bytes - held
     actor.shutdown()
