@@ -69,7 +69,7 @@ def help_text() -> str:
             "that of --hf-checkpoint.",
             allow_abbrev=False,
             add_help=False,
-            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36),
+            formatter_class=_HelpFormatter,
         )
     )
     shared = {option for spec in flag_specs(MilesConfig) for option in spec.options}
@@ -131,9 +131,22 @@ def _values(args: argparse.Namespace, config: MilesConfig) -> Mapping[str, Any]:
         "calculate_per_token_loss": True,
         # A step whose gradient is not finite is skipped and counted, not the end of the run.
         "check_for_nan_in_loss_and_grad": False,
+        # Without experts its value is only in the way of pipeline stages.
+        "moe_token_dispatcher_type": (
+            args.moe_token_dispatcher_type if args.num_experts else "alltoall"
+        ),
         # Without it the experts run one after another: the same numbers, slower.
         "moe_grouped_gemm": moe_grouped_gemm,
     }
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    def _expand_help(self, action: argparse.Action) -> str:
+        try:
+            return super()._expand_help(action)
+        except (ValueError, TypeError):
+            # A per cent sign in one of Megatron's texts that means itself.
+            return action.help or ""
 
 
 class _Parser(argparse.ArgumentParser):
