@@ -92,8 +92,7 @@ def validate(args: argparse.Namespace, config: MilesConfig) -> None:
     vars(args).update(_values(args, config))
     with _refusals(), _no_questions_to_the_gpu():
         validate_args(args)
-    # What validate_args resets, or leaves to the tokenizer that we do not build.
-    args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
+    # What validate_args leaves to the tokenizer that we do not build.
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
     with _refusals():

@@ -86,70 +86,85 @@ def mixed(made: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.mark.parametrize(("model", "layouts"), [("tied", DENSE), ("moe", MOE)])
 def test_what_was_loaded_in_any_layout_leaves_as_the_checkpoint_holds_it(
-    four: Ranks, made: dict[str, Path], model: str, layouts: dict[str, tuple[str, ...]]
+    megatron_ranks: Ranks, made: dict[str, Path], model: str, layouts: dict[str, tuple[str, ...]]
 ) -> None:
     configs = [weight_config(made[model], *layout) for layout in layouts.values()]
     expected = stored(made[model])
-    for rank, answers in enumerate(four.run_well(loaded_and_streamed, configs)):
+    found = megatron_ranks.run_well(loaded_and_streamed, configs, num_ranks=4)
+    for rank, answers in enumerate(found):
         for layout, streamed in zip(layouts, answers, strict=True):
             assert dict(streamed) == expected, (layout, rank)
             assert len(streamed) == len(expected), (layout, rank)
             assert [name for name, _ in streamed] == [name for name, _ in answers[0]]
 
 
-def test_biases_and_tied_and_untied_heads_survive(four: Ranks, made: dict[str, Path]) -> None:
+def test_biases_and_tied_and_untied_heads_survive(
+    megatron_ranks: Ranks, made: dict[str, Path]
+) -> None:
     names = ("llama", "qwen2")
     configs = [weight_config(made[name], *TP2, *PP2) for name in names]
-    for answers in four.run_well(loaded_and_streamed, configs):
+    for answers in megatron_ranks.run_well(loaded_and_streamed, configs, num_ranks=4):
         for name, streamed in zip(names, answers, strict=True):
             assert dict(streamed) == stored(made[name])
 
 
-def test_each_tensor_keeps_the_dtype_of_its_own(four: Ranks, mixed: Path) -> None:
+def test_each_tensor_keeps_the_dtype_of_its_own(megatron_ranks: Ranks, mixed: Path) -> None:
     configs = [weight_config(mixed, *TP2, *ETP2, *EP2)]
-    for (streamed,) in four.run_well(loaded_and_streamed, configs):
+    for (streamed,) in megatron_ranks.run_well(loaded_and_streamed, configs, num_ranks=4):
         assert dict(streamed) == stored(mixed)
 
 
-def test_a_bf16_model_gives_a_bf16_checkpoint_back(four: Ranks, made: dict[str, Path]) -> None:
+def test_a_bf16_model_gives_a_bf16_checkpoint_back(
+    megatron_ranks: Ranks, made: dict[str, Path]
+) -> None:
     configs = [weight_config(made["moe"], *PP2, *EP2, fp32=False)]
-    for (streamed,) in four.run_well(loaded_and_streamed, configs):
+    for (streamed,) in megatron_ranks.run_well(loaded_and_streamed, configs, num_ranks=4):
         assert dict(streamed) == stored(made["moe"])
 
 
 def test_a_tied_tensor_goes_under_the_name_of_the_checkpoint(
-    four: Ranks, made: dict[str, Path], tmp_path: Path
+    megatron_ranks: Ranks, made: dict[str, Path], tmp_path: Path
 ) -> None:
     path = tmp_path / "model"
     shutil.copytree(made["tied"], path)
     tensors = load_file(path / "model.safetensors")
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    for (streamed,) in four.run_well(loaded_and_streamed, [weight_config(path, *PP2)]):
+    for (streamed,) in megatron_ranks.run_well(
+        loaded_and_streamed, [weight_config(path, *PP2)], num_ranks=4
+    ):
         assert dict(streamed) == stored(path)
 
 
 def test_each_rank_holds_its_rows_of_the_vocabulary_and_zeros_beyond(
-    four: Ranks, made: dict[str, Path]
+    megatron_ranks: Ranks, made: dict[str, Path]
 ) -> None:
     embedding = load_file(made["tied"] / "model.safetensors")["model.embed_tokens.weight"]
     # 96 tokens in 4 x 40 rows.
     padded = torch.cat([embedding, torch.zeros(64, 32)])
-    held = four.run_well(held_after_loading, weight_config(made["tied"], *TP4))
+    held = megatron_ranks.run_well(
+        held_after_loading, weight_config(made["tied"], *TP4), num_ranks=4
+    )
     for rank, tensors in enumerate(held):
         name = "embedding.word_embeddings.weight"
         assert torch.equal(tensors[name], padded[40 * rank : 40 * (rank + 1)])
 
 
-def test_both_ends_of_a_pipeline_hold_a_tied_embedding(four: Ranks, made: dict[str, Path]) -> None:
-    held = four.run_well(held_after_loading, weight_config(made["tied"], *PP4))
+def test_both_ends_of_a_pipeline_hold_a_tied_embedding(
+    megatron_ranks: Ranks, made: dict[str, Path]
+) -> None:
+    held = megatron_ranks.run_well(
+        held_after_loading, weight_config(made["tied"], *PP4), num_ranks=4
+    )
     first, last = held[0], held[3]
     assert torch.equal(first["embedding.word_embeddings.weight"], last["output_layer.weight"])
 
 
-def test_a_rank_reads_what_it_holds_and_no_more(four: Ranks, made: dict[str, Path]) -> None:
+def test_a_rank_reads_what_it_holds_and_no_more(
+    megatron_ranks: Ranks, made: dict[str, Path]
+) -> None:
     config = weight_config(made["moe"], *TP2, *ETP2, *EP2)
-    for read, held in four.run_well(elements_read_and_held, config):
+    for read, held in megatron_ranks.run_well(elements_read_and_held, config, num_ranks=4):
         assert read <= held
 
 
@@ -164,7 +179,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank(
-    four: Ranks, made: dict[str, Path], tmp_path: Path, fault: str
+    megatron_ranks: Ranks, made: dict[str, Path], tmp_path: Path, fault: str
 ) -> None:
     path = tmp_path / "model"
     shutil.copytree(made["tied"], path)
@@ -185,7 +200,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank(
     if fault == "short":
         config = weight_config(path, *PP2, "--num-layers", "2")
     kind, says = FAULTS[fault]
-    for error in four.run(held_after_loading, config):
+    for error in megatron_ranks.run(held_after_loading, config, num_ranks=4):
         assert isinstance(error, Exception)
         with pytest.raises(Exception, match=says):
             raise error
