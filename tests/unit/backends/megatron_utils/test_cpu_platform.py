@@ -10,7 +10,7 @@ import torch
 from miles.backends.megatron_utils import cpu_platform
 from miles.core import device
 
-CUDA = torch.cuda  # noqa: TID251
+CUDA = torch.cuda
 
 pytestmark = pytest.mark.skipif(device.has_accelerator(), reason="the platform is the CPU's")
 
