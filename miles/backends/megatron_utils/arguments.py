@@ -112,7 +112,7 @@ def _check_values(
     args = parser.parse_args([*machine.flags(), *argv])
     expected = parser.parse_args(architecture.to_argv(model.flags))
     problems = [*architecture.compare(args, expected), *rules.check(args, config)]
-    problems = [p for p in problems if not broken.intersection(p.flag.split(", "))]
+    problems = [p for p in problems if broken.isdisjoint(p.flag.split(", "))]
     if not problems and not broken:
         problems = _validated(config, argv)
     return tuple(argv), problems, [*messages, *rules.warnings(args)]

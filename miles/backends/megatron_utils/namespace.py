@@ -9,7 +9,7 @@ import contextlib
 import io
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from miles.backends.megatron_utils import package, refusals
@@ -78,6 +78,8 @@ def help_text() -> str:
             name, title = action.option_strings[0], group.title or ""
             if name in shared or refusals.reason_against(name, title) is not None:
                 action.help = argparse.SUPPRESS
+        if all(action.help == argparse.SUPPRESS for action in group._group_actions):  # pyright: ignore[reportPrivateUsage]
+            group.description = None
     return parser.format_help()
 
 
@@ -149,7 +151,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 @contextlib.contextmanager
-def _own_argv(argv: Sequence[str]) -> Iterator[None]:
+def _own_argv(argv: Sequence[str]) -> Generator[None]:
     before, sys.argv = sys.argv, [sys.argv[0], *argv]
     try:
         yield
@@ -158,7 +160,7 @@ def _own_argv(argv: Sequence[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _refusals() -> Iterator[None]:
+def _refusals() -> Generator[None]:
     """Megatron's ways to refuse as one error; what it prints is that error's text or lost."""
     printed, complaints = io.StringIO(), io.StringIO()
     try:
@@ -179,7 +181,7 @@ def _source_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _no_questions_to_the_gpu() -> Iterator[None]:
+def _no_questions_to_the_gpu() -> Generator[None]:
     """Answer for a device of the newest kind where there is none, or where asking would take one:
     Megatron then demands no environment variables that only the trainer's processes have."""
     import torch
