@@ -197,6 +197,9 @@ class Job:
         folder = checkpoints.resolve_load(self.config.checkpoint.load, announce=announce)
         if folder is None:
             return
+        if checkpoints.is_weights_only(folder):
+            self.console.say(f"first start, from the weights in {folder}")
+            return
         self._resumed = True
         await self._rollout.load(folder)
         self.console.say(f"resumed from {folder}")

@@ -31,6 +31,17 @@ def load_config(path: str) -> Any:
     return AutoConfig.from_pretrained(path, trust_remote_code=True)
 
 
+def tensor_names(path: str) -> frozenset[str]:
+    """Names in the safetensors files of a directory; empty when it has none."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in Path(path).glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            names.update(tensors.keys())
+    return frozenset(names)
+
+
 def load_tokenizer(path: str, chat_template_path: str | None = None) -> Any:
     """The tokenizer of a checkpoint directory, with another chat template when given."""
     from transformers import AutoTokenizer

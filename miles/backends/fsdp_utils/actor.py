@@ -11,13 +11,14 @@ from torch import Tensor
 from miles.backends.fsdp_utils import self_check
 from miles.backends.fsdp_utils.checkpoint import BACKEND, Checkpointer, Snapshot
 from miles.backends.fsdp_utils.model import HeadOptions, LoadOptions, ShardedModel, load_model
-from miles.backends.fsdp_utils.offload import HostStore, local_tensor
 from miles.backends.fsdp_utils.optimizer import Optimizer
 from miles.backends.fsdp_utils.parallel import build_mesh, parallel_state
 from miles.backends.fsdp_utils.precision import make_precision
-from miles.backends.fsdp_utils.weights import export_hf, model_tensors, stream_weights
+from miles.backends.fsdp_utils.weights import model_tensors, stream_weights
 from miles.backends.training_utils.consume import consume
+from miles.backends.training_utils.hf_export import export_hf
 from miles.backends.training_utils.losses import needs_entropy
+from miles.backends.training_utils.offload_store import HostStore, local_tensor
 from miles.config.derived import total_optimizer_steps
 from miles.config.root import MilesConfig
 from miles.contracts.engine import EngineSet

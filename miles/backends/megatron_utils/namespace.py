@@ -94,8 +94,7 @@ def validate(args: argparse.Namespace, config: MilesConfig) -> None:
     vars(args).update(_values(args, config))
     with _refusals(), _no_questions_to_the_gpu():
         validate_args(args)
-    # What validate_args resets, or leaves to the tokenizer that we do not build.
-    args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
+    # What validate_args leaves to the tokenizer that we do not build.
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
     with _refusals():
@@ -119,6 +118,10 @@ def _values(args: argparse.Namespace, config: MilesConfig) -> Mapping[str, Any]:
         **batch,
         "bf16": not (config.precision.fp16 or config.precision.fp32),
         "train_iters": total_optimizer_steps(config),
+        # Megatron does so for bf16 alone.
+        "accumulate_allreduce_grads_in_fp32": (
+            config.precision.fp16 or args.accumulate_allreduce_grads_in_fp32
+        ),
         # Checkpoints and metrics are ours to write.
         "load": None,
         "save": None,
@@ -127,6 +130,8 @@ def _values(args: argparse.Namespace, config: MilesConfig) -> Mapping[str, Any]:
         "wandb_project": "",
         # Losses are divided by the counts of the whole step already: gradients are summed.
         "calculate_per_token_loss": True,
+        # A step whose gradient is not finite is skipped and counted, not the end of the run.
+        "check_for_nan_in_loss_and_grad": False,
         # Without experts its value is only in the way of pipeline stages.
         "moe_token_dispatcher_type": (
             args.moe_token_dispatcher_type if args.num_experts else "alltoall"

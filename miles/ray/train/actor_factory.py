@@ -14,7 +14,11 @@ from miles.ray.placement import Layout, Placement
 from miles.rollout.engine_set import EngineAddresses, HttpEngineSet
 
 BACKENDS: Registry[type[TrainRayActor]] = Registry(
-    "training backend", {"fsdp": "miles.backends.fsdp_utils.actor:FSDPTrainRayActor"}
+    "training backend",
+    {
+        "fsdp": "miles.backends.fsdp_utils.actor:FSDPTrainRayActor",
+        "megatron": "miles.backends.megatron_utils.actor:MegatronTrainRayActor",
+    },
 )
 
 SHARE_OF_A_SLOT = 0.4

@@ -37,7 +37,9 @@ def mixed_dtypes(tiny_qwen3_untied: Path, tmp_path_factory: pytest.TempPathFacto
     return path
 
 
-@pytest.mark.parametrize("model", ["tiny_qwen3", "tiny_qwen3_untied", "mixed_dtypes"])
+@pytest.mark.parametrize(
+    "model", ["tiny_qwen3", "tiny_qwen3_untied", "mixed_dtypes", "tiny_qwen3_moe"]
+)
 @pytest.mark.parametrize("fp32", [True, False], ids=["fp32", "bf16"])
 def test_weights_leave_as_the_checkpoint_holds_them(
     two_ranks: Ranks, request: pytest.FixtureRequest, model: str, fp32: bool

@@ -1,0 +1,130 @@
+"""tools/convert_*.py as they are run: Hugging Face -> torch_dist -> Hugging Face."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from miles.backends.training_utils.checkpoints import TRACKER
+from scripts.made_models import make_qwen3, make_qwen3_moe
+
+ROOT = Path(__file__).parents[4]
+TIMEOUT_S = 180
+
+
+def command(tool: str, *arguments: str, num_ranks: int | None = None) -> list[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    return [sys.executable, *(torchrun if num_ranks else []), f"tools/{tool}.py", *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def run(tool: str, *arguments: str, num_ranks: int | None = None) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(tool, *arguments, num_ranks=num_ranks),
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def ran_well(tool: str, *arguments: str, num_ranks: int | None = None) -> None:
+    result = run(tool, *arguments, num_ranks=num_ranks)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    files = sorted(path.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def assert_equal_directories(one: Path, two: Path) -> None:
+    first, second = stored(one), stored(two)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype, name
+        assert torch.equal(tensor, second[name]), name
+    assert json.loads((one / "config.json").read_text()) == json.loads(
+        (two / "config.json").read_text()
+    )
+    assert (one / "tokenizer.json").read_bytes() == (two / "tokenizer.json").read_bytes()
+
+
+def test_a_tied_model_survives_the_round_trip_in_one_process(tmp_path: Path) -> None:
+    hf = make_qwen3(tmp_path / "hf")
+    there, back = str(tmp_path / "torch_dist"), str(tmp_path / "back")
+    ran_well("convert_hf_to_torch_dist", "--hf-checkpoint", str(hf), "--save", there)
+    assert (tmp_path / "torch_dist" / TRACKER).read_text().strip() in ("0", "release")
+    ran_well(
+        *("convert_torch_dist_to_hf", "--load", there, "--hf-checkpoint", str(hf)),
+        *("--save", back),
+    )
+    assert_equal_directories(hf, Path(back))
+
+
+@pytest.mark.full
+def test_experts_survive_layouts_that_differ(tmp_path: Path) -> None:
+    """Mixed dtypes too: what bf16 cannot hold stays fp32."""
+    hf = make_qwen3_moe(tmp_path / "hf", dense_layers=(1,), dtype=torch.bfloat16)
+    tensors = load_file(hf / "model.safetensors")
+    name = "model.layers.0.input_layernorm.weight"
+    tensors[name] = tensors[name].float() + 1e-6
+    save_file(tensors, hf / "model.safetensors", {"format": "pt"})
+    there, back = str(tmp_path / "torch_dist"), str(tmp_path / "back")
+    ran_well("convert_hf_to_torch_dist", "--hf-checkpoint", str(hf), "--save", there, num_ranks=2)
+    layout = ("--expert-model-parallel-size", "2", "--tensor-model-parallel-size", "2")
+    ran_well(
+        *("convert_torch_dist_to_hf", "--load", there, "--hf-checkpoint", str(hf)),
+        *("--save", back, *layout, "--expert-tensor-parallel-size", "1", "--sequence-parallel"),
+        num_ranks=2,
+    )
+    assert_equal_directories(hf, Path(back))
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    hf = make_qwen3(tmp_path / "hf")
+    result = run(
+        *("convert_hf_to_torch_dist", "--hf-checkpoint", str(hf)),
+        *("--save", str(tmp_path / "torch_dist"), "--num-layers", "3", "--rm-type", "math"),
+    )
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "--num-layers 3, checkpoint 2" in result.stderr
+    assert "--rm-type" in result.stderr
+    assert not (tmp_path / "torch_dist" / TRACKER).exists()
+
+
+@pytest.mark.full
+def test_a_killed_conversion_is_no_checkpoint_and_runs_again(tmp_path: Path) -> None:
+    hf = make_qwen3(tmp_path / "hf", num_layers=8, hidden_size=256, intermediate_size=1024)
+    save = tmp_path / "torch_dist"
+    arguments = ("--hf-checkpoint", str(hf), "--save", str(save))
+    process = subprocess.Popen(
+        command("convert_hf_to_torch_dist", *arguments),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + TIMEOUT_S
+    while not list(save.glob("*.tmp")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (save / TRACKER).exists()
+    ran_well("convert_hf_to_torch_dist", *arguments)
+    assert (save / TRACKER).exists()
+    assert not list(save.glob("*.tmp"))

@@ -1,0 +1,346 @@
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles.backends.training_utils import checkpoints
+from miles.config.errors import ConfigError
+from miles.config.root import MilesConfig
+from tests.ranks import Ranks
+from tests.unit.backends.megatron_utils.checkpoint_jobs import (
+    WHOLE,
+    advance_random_state,
+    attempt_saves,
+    convert,
+    load_and_report,
+    make_config,
+    make_rollouts,
+    save_again,
+    save_in_background,
+    start,
+    tensors_in,
+    train_rollouts,
+    with_megatrons_own_loader,
+)
+
+SCHEDULE = {"lr": 1e-3, "lr_decay_style": "cosine", "lr_warmup_iters": 3}
+REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 2}
+TP2_PP2 = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2"
+VOCABULARY = 96
+BF16 = {"precision": {"fp32": False}}
+
+
+def saving(config: MilesConfig, folder: Path, **fields: Any) -> MilesConfig:
+    checkpoint = dataclasses.replace(
+        config.checkpoint, save=str(folder), load=str(folder), **fields
+    )
+    return dataclasses.replace(config, checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("layout", "groups", "num_ranks", "dp_size"),
+    [
+        pytest.param("", {}, 2, 2, id="dp2 fp32"),
+        pytest.param("", BF16, 2, 2, id="dp2 bf16"),
+        pytest.param(WHOLE, BF16, 1, 1, id="one bf16, optimizer whole"),
+        pytest.param(WHOLE, {}, 2, 2, id="dp2 fp32, optimizer whole", marks=pytest.mark.full),
+        pytest.param(TP2_PP2, BF16, 4, 1, id="tp2 pp2", marks=pytest.mark.full),
+    ],
+)
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(  # noqa: PLR0913
+    megatron_ranks: Ranks,
+    tiny_qwen3: Path,
+    tmp_path: Path,
+    layout: str,
+    groups: dict[str, Any],
+    num_ranks: int,
+    dp_size: int,
+) -> None:
+    config = make_config(tiny_qwen3, layout, algorithm=REFERENCE, optimizer=SCHEDULE, **groups)
+    rollouts = make_rollouts(config, 4, dp_size)
+    uninterrupted = megatron_ranks.run_well(train_rollouts, config, rollouts, num_ranks=num_ranks)
+    config = saving(config, tmp_path / "run")
+    # Saved after three rollouts: between two updates of the reference.
+    first = megatron_ranks.run_well(
+        train_rollouts, config, rollouts[:3], (0, 2), num_ranks=num_ranks
+    )
+    second = megatron_ranks.run_well(train_rollouts, config, rollouts, num_ranks=num_ranks)
+    for whole, before, after in zip(uninterrupted, first, second, strict=True):
+        assert (before["first"], after["first"]) == (0, 3)
+        assert before["steps"] + after["steps"] == whole["steps"]
+        assert any(not step.skipped and step.grad_norm > 0 for step in after["steps"])
+        for key in ("weights", "optimizer", "counts", "rate", "rng", "ref"):
+            assert after[key] == whole[key], key
+
+
+def test_the_layout_of_a_checkpoint(
+    megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    config = saving(make_config(tiny_qwen3), tmp_path)
+    rollouts = make_rollouts(config, 1, 2)
+    megatron_ranks.run_well(train_rollouts, config, rollouts, (0,), num_ranks=2)
+    step = tmp_path / "iter_0000001"
+    files = {path.name for path in step.iterdir()}
+    assert {".metadata", "__0_0.distcp", "metadata.json"} < files
+    assert {"rng_00000.safetensors", "rng_00001.safetensors"} < files
+    assert (tmp_path / checkpoints.TRACKER).read_text() == "1"
+    metadata = json.loads((step / "metadata.json").read_text())
+    assert metadata["sharded_backend"] == "torch_dist", "Megatron reads this file too"
+    assert metadata["backend"] == "megatron"
+    assert metadata["rollout_id"] == 0
+    assert metadata["world_size"] == 2
+    assert metadata["parts"] == ["model", "optimizer"]
+    assert metadata["config"]["optimizer"]["lr"] == config.optimizer.lr
+    assert metadata["dtypes"]["model.norm.weight"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param((TP2_PP2, 4, 1), ("", 1, 1), id="tp2 pp2 to one"),
+        pytest.param(("", 2, 2), (TP2_PP2, 4, 1), id="dp2 to tp2 pp2"),
+        pytest.param((TP2, 2, 1), ("", 4, 4), id="tp2 to dp4", marks=pytest.mark.full),
+        pytest.param((PP2, 4, 2), (TP2, 4, 2), id="pp2 dp2 to tp2 dp2", marks=pytest.mark.full),
+    ],
+)
+def test_another_layout_of_ranks_goes_on_with_weights_and_optimizer(
+    megatron_ranks: Ranks,
+    tiny_qwen3: Path,
+    tmp_path: Path,
+    before: tuple[str, int, int],
+    after: tuple[str, int, int],
+) -> None:
+    flags = {"optimizer": SCHEDULE, **BF16}
+
+    def run(where: tuple[str, int, int], folder: Path, count: int) -> dict[str, Any]:
+        layout, num_ranks, dp_size = where
+        config = saving(make_config(tiny_qwen3, layout, **flags), folder)
+        rollouts = make_rollouts(config, count, dp_size)
+        return megatron_ranks.run_well(
+            train_rollouts, config, rollouts, (count - 1,), num_ranks=num_ranks
+        )[0]
+
+    saved = run(before, tmp_path / "a", 2)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    layout, num_ranks, _ = after
+    config = make_config(tiny_qwen3, layout, **flags)
+    found = megatron_ranks.run_well(
+        load_and_report, saving(config, tmp_path / "b"), num_ranks=num_ranks
+    )
+    for answer in found:
+        assert answer["first"] == 2
+        assert answer["weights"] == saved["weights"]
+        assert set(answer["counts"]) == {4}, "two steps a rollout"
+        assert answer["rate"] == saved["rate"]
+    # Written again by the other layout, every tensor of weights and optimizer is the same.
+    config = saving(config, tmp_path / "b", no_save_optim=False)
+    megatron_ranks.run_well(save_again, config, num_ranks=num_ranks)
+    assert read(megatron_ranks, tmp_path / "b") == read(megatron_ranks, tmp_path / "a")
+
+
+def read(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    (tensors,) = ranks.run_well(tensors_in, str(folder / "iter_0000002"), VOCABULARY, num_ranks=1)
+    assert any(name.startswith("optimizer.state.exp_avg_sq.") for name in tensors)
+    return tensors
+
+
+def test_ranks_go_on_with_their_own_random_state(
+    megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    config = saving(make_config(tiny_qwen3, TP2), tmp_path)
+    before = megatron_ranks.run_well(advance_random_state, config, num_ranks=2)
+    after = megatron_ranks.run_well(advance_random_state, config, num_ranks=2)
+    assert after == before
+    assert before[0]["plain"] != before[1]["plain"]
+    assert before[0]["tracked"] != before[1]["tracked"]
+
+
+def test_a_save_in_the_background_holds_the_weights_of_its_rollout(
+    megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    config = saving(make_config(tiny_qwen3), tmp_path, async_save=True)
+    rollouts = make_rollouts(config, 3, 2)
+    answers = megatron_ranks.run_well(save_in_background, config, rollouts, num_ranks=2)
+    assert [answer["tracker"] for answer in answers] == [3, 3]
+    for iteration in (1, 3):
+        (tmp_path / checkpoints.TRACKER).write_text(str(iteration))
+        found, _ = megatron_ranks.run_well(load_and_report, config, num_ranks=2)
+        assert found["weights"] == answers[0]["weights"][iteration - 1]
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+def test_a_save_that_fails_half_way_fails_on_every_rank_and_leaves_the_older_one(
+    megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path, async_save: bool
+) -> None:
+    config = saving(make_config(tiny_qwen3), tmp_path, async_save=async_save)
+    rollouts = make_rollouts(config, 3 if async_save else 2, 2)
+    # Saves of rollouts 0, 1 (fails) and, in the background, 2 (where the failure comes out).
+    for answer in megatron_ranks.run_well(attempt_saves, config, rollouts, 30_000, num_ranks=2):
+        (error,) = answer["errors"]
+        assert error.startswith("2: " if async_save else "1: ")
+        assert "checkpoint 2" in error
+        assert "File too large" in error
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000001", checkpoints.TRACKER]
+    assert megatron_ranks.run_well(start, config, num_ranks=2) == [1, 1]
+
+
+def test_megatrons_own_loader_reads_a_checkpoint(
+    megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    config = saving(make_config(tiny_qwen3, optimizer=SCHEDULE), tmp_path)
+    rollouts = make_rollouts(config, 1, 2)
+    saved = megatron_ranks.run_well(train_rollouts, config, rollouts, (0,), num_ranks=2)
+    found = megatron_ranks.run_well(with_megatrons_own_loader, config, num_ranks=2)
+    for ours, theirs in zip(saved, found, strict=True):
+        assert theirs["iteration"] == 1
+        for key in ("weights", "optimizer", "counts", "rate"):
+            assert theirs[key] == ours[key], key
+
+
+def test_without_its_optimizer_a_checkpoint_goes_on_with_fresh_moments(
+    megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    config = make_config(tiny_qwen3, optimizer=SCHEDULE, **BF16)
+    config = saving(config, tmp_path, no_save_optim=True)
+    rollouts = make_rollouts(config, 2, 2)
+    trained = megatron_ranks.run_well(train_rollouts, config, rollouts, (1,), num_ranks=2)
+    found = megatron_ranks.run_well(load_and_report, config, num_ranks=2)
+    for before, after in zip(trained, found, strict=True):
+        assert after["first"] == 2
+        assert after["weights"] == before["weights"]
+        assert not any("exp_avg" in n and any(b) for n, (_, b) in after["optimizer"].items())
+        assert after["rate"] == before["rate"]
+    # The main parameters are those that were loaded: another rollout goes on from them.
+    more = megatron_ranks.run_well(train_rollouts, config, make_rollouts(config, 3, 2), num_ranks=2)
+    assert more[0]["first"] == 2
+    assert more[0]["weights"] != trained[0]["weights"]
+    assert distance(more[0]["weights"], trained[0]["weights"]) < 0.02
+
+
+def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+    from tests.unit.backends.fsdp_utils.jobs import from_bytes
+
+    return max(
+        float((from_bytes(one[name]).float() - from_bytes(other[name]).float()).abs().max())
+        for name in one
+    )
+
+
+def test_a_resumed_run_takes_the_learning_rate_of_its_own_flags(
+    megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    config = saving(make_config(tiny_qwen3), tmp_path)
+    megatron_ranks.run_well(train_rollouts, config, make_rollouts(config, 1, 2), (0,), num_ranks=2)
+    slower = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, lr=1e-4))
+    found = megatron_ranks.run_well(
+        train_rollouts, slower, make_rollouts(config, 2, 2), num_ranks=2
+    )
+    assert found[0]["first"] == 1
+    assert {step.learning_rate for step in found[0]["steps"]} == {1e-4}
+    assert set(found[0]["counts"]) == {4}
+
+
+def test_a_reference_that_moved_stays_where_it_is_when_it_moves_no_more(
+    megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    moving = saving(make_config(tiny_qwen3, PP2, algorithm=REFERENCE), tmp_path)
+    moved = megatron_ranks.run_well(
+        train_rollouts, moving, make_rollouts(moving, 3, 1), (2,), num_ranks=2
+    )
+    still = saving(
+        make_config(tiny_qwen3, PP2, algorithm=REFERENCE | {"ref_update_interval": None}), tmp_path
+    )
+    later = megatron_ranks.run_well(
+        train_rollouts, still, make_rollouts(still, 4, 1), (3,), num_ranks=2
+    )
+    found = megatron_ranks.run_well(load_and_report, still, num_ranks=2)
+    for once, then, now in zip(moved, later, found, strict=True):
+        assert now["first"] == 4
+        assert once["ref"] == then["ref"] == now["ref"]
+        assert once["ref"]
+
+
+def test_converted_weights_start_at_rollout_zero_with_a_fresh_optimizer(
+    megatron_ranks: Ranks, tiny_qwen3: Path, tiny_qwen3_untied: Path, tmp_path: Path
+) -> None:
+    source = make_config(tiny_qwen3, TP2)
+    converted = megatron_ranks.run_well(convert, source, str(tmp_path / "w"), num_ranks=2)[0]
+    assert (tmp_path / "w" / checkpoints.TRACKER).read_text() == "release"
+    assert checkpoints.is_weights_only(tmp_path / "w" / "release")
+    config = make_config(tiny_qwen3)
+    # Other weights would be read from here if the converted ones were not taken.
+    loading = dataclasses.replace(
+        config, checkpoint=dataclasses.replace(config.checkpoint, load=str(tmp_path / "w"))
+    )
+    fresh = megatron_ranks.run_well(load_and_report, config, num_ranks=2)
+    found = megatron_ranks.run_well(load_and_report, loading, num_ranks=2)
+    for answer, plain in zip(found, fresh, strict=True):
+        assert answer["first"] == 0
+        assert answer["weights"] == converted == plain["weights"]
+        assert answer["optimizer"] == plain["optimizer"]
+        assert answer["counts"] == plain["counts"]
+
+
+@pytest.fixture
+def saved(megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path) -> MilesConfig:
+    config = saving(make_config(tiny_qwen3), tmp_path)
+    megatron_ranks.run_well(train_rollouts, config, make_rollouts(config, 1, 2), (0,), num_ranks=2)
+    return config
+
+
+def refusal(ranks: Ranks, config: MilesConfig) -> str:
+    answers = ranks.run(start, config, num_ranks=2)
+    assert all(isinstance(answer, Exception) for answer in answers)
+    refusals = [str(answer) for answer in answers if isinstance(answer, ConfigError)]
+    assert refusals
+    return refusals[0]
+
+
+def test_damaged_or_foreign_checkpoints_are_refused(
+    megatron_ranks: Ranks,
+    saved: MilesConfig,
+    tiny_qwen3: Path,
+    tiny_qwen3_untied: Path,
+    tmp_path: Path,
+) -> None:
+    step = tmp_path / "iter_0000001"
+    other = make_config(tiny_qwen3_untied)
+    text = refusal(megatron_ranks, dataclasses.replace(other, checkpoint=saved.checkpoint))
+    assert "does not fit this model" in text
+    assert "output_layer.weight" in text
+
+    whole = make_config(tiny_qwen3, WHOLE)
+    text = refusal(megatron_ranks, dataclasses.replace(saved, megatron_argv=whole.megatron_argv))
+    assert "--use-distributed-optimizer" in text
+
+    metadata = (step / "metadata.json").read_text()
+    (step / "metadata.json").write_text(
+        metadata.replace('"backend": "megatron"', '"backend": "fsdp"')
+    )
+    assert "fsdp" in refusal(megatron_ranks, saved)
+    (step / "metadata.json").write_text(metadata)
+
+    inside = dataclasses.replace(saved.checkpoint, load=str(step), save=None)
+    assert repr(str(tmp_path)) in refusal(
+        megatron_ranks, dataclasses.replace(saved, checkpoint=inside)
+    )
+
+    shard = step / "__0_0.distcp"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:1000])
+    text = refusal(megatron_ranks, saved)
+    assert str(shard) in text
+    assert "step 1" in text
+
+
+def test_left_overs_of_a_killed_save_are_removed_at_the_next_start(
+    megatron_ranks: Ranks, saved: MilesConfig, tmp_path: Path
+) -> None:
+    shutil.copytree(tmp_path / "iter_0000001", tmp_path / "iter_0000002.tmp")
+    assert megatron_ranks.run_well(start, saved, num_ranks=2) == [1, 1]
+    assert not (tmp_path / "iter_0000002.tmp").exists()
