@@ -107,8 +107,13 @@ def attention(  # noqa: PLR0913
             f"sdpa cannot do what this model's attention asks for ({', '.join(asked) or 'a mask'}):"
             " pass --attn-implementation eager"
         )
-    window = {"scale": scaling, "sliding_window": sliding_window}
     if documents is None:
-        return packed_attention.attend_rows(query, key, value, **window), None
+        out = packed_attention.attend_rows(
+            query, key, value, scale=scaling, sliding_window=sliding_window
+        )
+        return out, None
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return packed_attention.attend_documents(q, k, v, documents, **window)[None], None
+    out = packed_attention.attend_documents(
+        q, k, v, documents, scale=scaling, sliding_window=sliding_window
+    )
+    return out[None], None

@@ -4,7 +4,7 @@ One function a family; a new family is one more entry of ``FAMILIES``.
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from miles.config.errors import Problem
@@ -102,16 +102,13 @@ def to_argv(flags: Mapping[str, str | bool]) -> list[str]:
     return argv
 
 
-def compare(
-    args: argparse.Namespace, expected: argparse.Namespace, ignore: Set[str] = frozenset()
-) -> list[Problem]:
+def compare(args: argparse.Namespace, expected: argparse.Namespace) -> list[Problem]:
     """One problem with every difference between the flags given and those of the checkpoint.
 
-    Both are namespaces of Megatron's parser; ``expected`` comes from ``flags_of``. Flags in
-    ``ignore`` have a problem of their own already.
+    Both are namespaces of Megatron's parser; ``expected`` comes from ``flags_of``.
     """
     given, wanted = _effective(args), _effective(expected)
-    names = [name for name in given if given[name] != wanted[name] and f"--{name}" not in ignore]
+    names = [name for name in given if given[name] != wanted[name]]
     if not names:
         return []
     differences = "; ".join(

@@ -47,7 +47,9 @@ def check(config: MilesConfig, foreign: Sequence[Foreign]) -> Checked:
     problems = _misplaced(foreign, known)
     own = [flag for flag in foreign if flag.name in known and known[flag.name] is None]
     unreadable = _unreadable(parser, own)
-    argv, more, messages = _check_values(config, parser, own, {p.flag for p in unreadable})
+    broken = {problem.flag for problem in unreadable}
+    readable = [flag for flag in own if flag.name not in broken]
+    argv, more, messages = _check_values(config, parser, readable, broken)
     return argv, [*problems, *unreadable, *more], messages
 
 
@@ -92,34 +94,36 @@ def _check_values(
     config: MilesConfig,
     parser: argparse.ArgumentParser,
     own: Sequence[Foreign],
-    unreadable: Set[str],
+    broken: Set[str],
 ) -> Checked:
-    """``unreadable`` flags have their problem; that they keep their default is not another."""
+    """``broken`` options have their problem; that another value stands in is not one more."""
     given = {flag.name.removeprefix("--") for flag in own}
     model, problems = _model(config)
     if model is None:
         return (), problems, []
-    derived, messages = _architecture(config, model, given)
+    in_part = any(option.removeprefix("--") in architecture.ARCHITECTURE_FLAGS for option in broken)
+    derived, messages = _architecture(config, model, given, in_part=in_part)
     argv = [
         *derive.defaults(),
         *derive.from_model(config, model.hf_config, given),
         *derived,
-        *(word for flag in own if flag.name not in unreadable for word in _words(flag)),
+        *(word for flag in own for word in _words(flag)),
     ]
     args = parser.parse_args([*machine.flags(), *argv])
     expected = parser.parse_args(architecture.to_argv(model.flags))
-    problems = [*architecture.compare(args, expected, unreadable), *rules.check(args, config)]
-    problems = [p for p in problems if not unreadable.intersection(p.flag.split(", "))]
-    if not problems and not unreadable:
+    problems = [*architecture.compare(args, expected), *rules.check(args, config)]
+    problems = [p for p in problems if broken.isdisjoint(p.flag.split(", "))]
+    if not problems and not broken:
         problems = _validated(config, argv)
     return tuple(argv), problems, [*messages, *rules.warnings(args)]
 
 
 def _architecture(
-    config: MilesConfig, model: _Model, given: Set[str]
+    config: MilesConfig, model: _Model, given: Set[str], *, in_part: bool
 ) -> tuple[list[str], list[str]]:
-    """The flags of the checkpoint where the user gives none, and what to say about it."""
-    if given & architecture.ARCHITECTURE_FLAGS:
+    """The flags of the checkpoint where the user gives none, or has only part of them read; and
+    what to say about it."""
+    if given & architecture.ARCHITECTURE_FLAGS and not in_part:
         names = {"spec"} - given
     else:
         names = model.flags.keys() - given

@@ -52,7 +52,7 @@ class CoreAttention(MegatronModule):
             config.window_size, config.window_attn_skip_freq, layer_number
         ):
             self.sliding_window = _tokens_seen(config.window_size)
-        self.cp_group = (
+        self.cp_group: Any = (
             parallel_state.get_context_parallel_group()
             if pg_collection is None
             else pg_collection.cp

@@ -11,10 +11,11 @@ import logging
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors  # pyright: ignore[reportPrivateUsage]
 
 _CPU = torch.device("cpu")
 
@@ -104,7 +105,7 @@ def _uncompiled(model: Any = None, **kwargs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _stream_scope(stream: Any = None) -> Iterator[None]:
+def _stream_scope(stream: Any = None) -> Generator[None]:
     del stream
     yield
 
@@ -213,6 +214,9 @@ def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 
 
 def _patch_torch() -> None:
+    # ``with torch.device(...)`` knows the factories by identity, and looks them up only once: it
+    # must know the originals, which the replacements call.
+    _device_constructors()
     for path, replacement in FUNCTIONS.items():
         owner, name = resolve(path)
         setattr(owner, name, _for_megatron(getattr(owner, name), replacement))

@@ -46,6 +46,8 @@ def from_model(config: MilesConfig, hf_config: Any, given: Collection[str]) -> l
 
 
 _ROUTING = (
+    # The other common one needs micro-batches of one length on all ranks.
+    *("--moe-token-dispatcher-type", "alltoall"),
     # As in inference and in transformers: nothing but the loss of the algorithm trains the router.
     *("--moe-router-load-balancing-type", "none", "--moe-aux-loss-coeff", "0"),
     *("--moe-router-dtype", "fp32"),

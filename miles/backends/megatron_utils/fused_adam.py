@@ -129,8 +129,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         gradients = [param.grad for param in params]
-        moments = [[self.state[p][name] for p in params] for name in _MOMENTS]
-        self._adam(group, params, gradients, moments)
+        means, squares = ([self.state[p][name] for p in params] for name in _MOMENTS)
+        self._adam(group, params, gradients, (means, squares))
 
     def _update_wide(self, group: dict[str, Any], param: Tensor) -> None:
         state, gradient = self.state[param], self._gradient(param)
@@ -138,7 +138,7 @@ class FusedAdam(torch.optim.Optimizer):
         main = state.get(MAIN)
         wide = {name: state[name].float() for name in _MOMENTS}
         target = param.detach().float() if main is None else main
-        self._adam(group, [target], [gradient.float()], [[m] for m in wide.values()])
+        self._adam(group, [target], [gradient.float()], tuple([m] for m in wide.values()))
         for name, value in wide.items():
             state[name].copy_(value)
         param.copy_(target)
@@ -148,16 +148,18 @@ class FusedAdam(torch.optim.Optimizer):
         group: dict[str, Any],
         params: list[Tensor],
         gradients: list[Any],
-        moments: list[list[Tensor]],
+        moments: tuple[list[Tensor], ...],
     ) -> None:
         if not params:
             return
+        means, squares = moments
         beta1, beta2 = group["betas"]
         before = torch.full((len(params),), group["step"] - 1.0, device=params[0].device)
         (adamw if self.adam_w_mode else adam)(
             params,
             gradients,
-            *moments,
+            means,
+            squares,
             [],
             list(before.unbind()),
             fused=device.supports_fused_optimizer(),
@@ -189,10 +191,10 @@ def install() -> None:
     ours.FusedAdam = FusedAdam  # pyright: ignore[reportAttributeAccessIssue]
     check = OptimizerConfig.__post_init__
 
-    def check_with_ours(config: Any) -> None:
+    def check_with_ours(self: OptimizerConfig) -> None:
         sys.modules[ours.__name__] = ours
         try:
-            check(config)
+            check(self)
         finally:
             del sys.modules[ours.__name__]
 

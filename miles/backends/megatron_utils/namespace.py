@@ -9,7 +9,7 @@ import contextlib
 import io
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from miles.backends.megatron_utils import package, refusals
@@ -69,7 +69,7 @@ def help_text() -> str:
             "that of --hf-checkpoint.",
             allow_abbrev=False,
             add_help=False,
-            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36),
+            formatter_class=_HelpFormatter,
         )
     )
     shared = {option for spec in flag_specs(MilesConfig) for option in spec.options}
@@ -78,6 +78,8 @@ def help_text() -> str:
             name, title = action.option_strings[0], group.title or ""
             if name in shared or refusals.reason_against(name, title) is not None:
                 action.help = argparse.SUPPRESS
+        if all(action.help == argparse.SUPPRESS for action in group._group_actions):  # pyright: ignore[reportPrivateUsage]
+            group.description = None
     return parser.format_help()
 
 
@@ -130,9 +132,22 @@ def _values(args: argparse.Namespace, config: MilesConfig) -> Mapping[str, Any]:
         "calculate_per_token_loss": True,
         # A step whose gradient is not finite is skipped and counted, not the end of the run.
         "check_for_nan_in_loss_and_grad": False,
+        # Without experts its value is only in the way of pipeline stages.
+        "moe_token_dispatcher_type": (
+            args.moe_token_dispatcher_type if args.num_experts else "alltoall"
+        ),
         # Without it the experts run one after another: the same numbers, slower.
         "moe_grouped_gemm": moe_grouped_gemm,
     }
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    def _expand_help(self, action: argparse.Action) -> str:
+        try:
+            return super()._expand_help(action)
+        except (ValueError, TypeError):
+            # A per cent sign in one of Megatron's texts that means itself.
+            return action.help or ""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -141,7 +156,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 @contextlib.contextmanager
-def _own_argv(argv: Sequence[str]) -> Iterator[None]:
+def _own_argv(argv: Sequence[str]) -> Generator[None]:
     before, sys.argv = sys.argv, [sys.argv[0], *argv]
     try:
         yield
@@ -150,7 +165,7 @@ def _own_argv(argv: Sequence[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _refusals() -> Iterator[None]:
+def _refusals() -> Generator[None]:
     """Megatron's ways to refuse as one error; what it prints is that error's text or lost."""
     printed, complaints = io.StringIO(), io.StringIO()
     try:
@@ -171,7 +186,7 @@ def _source_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _no_questions_to_the_gpu() -> Iterator[None]:
+def _no_questions_to_the_gpu() -> Generator[None]:
     """Answer for a device of the newest kind where there is none, or where asking would take one:
     Megatron then demands no environment variables that only the trainer's processes have."""
     import torch

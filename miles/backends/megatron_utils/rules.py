@@ -136,6 +136,24 @@ def experts_with_tensor_parallelism_shard_the_sequence(
     return [Problem("--tensor-model-parallel-size", size, remedy)]
 
 
+def tokens_are_dispatched_as_they_come(
+    args: argparse.Namespace, config: MilesConfig
+) -> list[Problem]:
+    """All-gather of tokens needs as many of them on every rank that it gathers from; ranks with
+    different samples have different numbers."""
+    expert_tensor = _size(args, config, "expert_tensor_parallel_size")
+    gathered = args.expert_model_parallel_size * expert_tensor
+    sharing = args.tensor_model_parallel_size * config.cluster.context_parallel_size
+    if not args.num_experts or args.moe_token_dispatcher_type != "allgather" or gathered <= sharing:
+        return []
+    remedy = (
+        f"needs samples of one length: the {gathered} ranks that hold all experts "
+        f"(--expert-model-parallel-size x --expert-tensor-parallel-size) are more than the "
+        f"{sharing} that share their samples (TP x CP); use alltoall"
+    )
+    return [Problem("--moe-token-dispatcher-type", "allgather", remedy)]
+
+
 def forward_passes_repeat(args: argparse.Namespace, config: MilesConfig) -> list[Problem]:
     """No dropout: the log-probs of a training step would differ from those before it by chance."""
     remedy = "must be 0: the policy ratio compares two forward passes of the same weights"
@@ -196,6 +214,7 @@ RULES: tuple[Rule, ...] = (
     layers_divide_into_stages,
     virtual_stages_overlap,
     experts_with_tensor_parallelism_shard_the_sequence,
+    tokens_are_dispatched_as_they_come,
     forward_passes_repeat,
     one_precision,
     formats_are_ours,

@@ -55,6 +55,8 @@ class TrainerState:
 def collect(state: TrainerState, iteration: int) -> dict[str, Any]:
     """Megatron's state dict of sharded tensors. Collective: gathers the optimizer's shards on the
     first data-parallel rank, in host memory."""
+    if state.optimizer is not None:
+        _fill_moments(state.optimizer)
     content = _content(state.args)
     args = _as_torch_dist(state.args, no_save_optim=state.optimizer is None)
     groups: list[Any] = [
@@ -125,6 +127,13 @@ def read(step: Path, state: TrainerState) -> None:
         state.optimizer.load_state_dict(loaded["optimizer"])
     if state.scheduler is not None and "opt_param_scheduler" in loaded:
         state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+
+
+def _fill_moments(optimizer: Any) -> None:
+    """Before its first step an optimizer has none, and what lacks them could not be read."""
+    for part in optimizer.chained_optimizers:
+        if not part.is_stub_optimizer and part.init_state_fn is not None:
+            part.init_state_fn(part.optimizer, part.config)
 
 
 def _content(args: Namespace) -> dict[str, Any]:

@@ -15,58 +15,27 @@ from torch import Tensor
 
 from miles.backends.training_utils.checkpoints import read_tracker
 from miles.config.checkpoint import CheckpointConfig
-from miles.config.cluster import ClusterConfig
-from miles.config.data import DataConfig
-from miles.config.optimizer import OptimizerConfig
-from miles.config.precision import PrecisionConfig
-from miles.config.rollout import RolloutConfig
 from miles.config.root import MilesConfig
 from miles.contracts.types import TrainBatch
 from miles.rollout.batch import make_batches
 from tests.unit.backends.fsdp_utils.jobs import LENGTHS, file_size_limit, make_groups
-
-DENSE = (
-    *("--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "128"),
-    *("--num-attention-heads", "4", "--group-query-attention", "--num-query-groups", "2"),
-    *("--kv-channels", "16", "--swiglu", "--normalization", "RMSNorm", "--norm-epsilon", "1e-6"),
-    *("--qk-layernorm", "--disable-bias-linear", "--position-embedding-type", "rope"),
-    *("--seq-length", "32", "--max-position-embeddings", "2048"),
-    *("--attention-dropout", "0", "--hidden-dropout", "0", "--tokenizer-type", "NullTokenizer"),
-)
-"""``scripts.made_models.make_qwen3``, without its vocabulary."""
+from tests.unit.backends.megatron_utils import engine_jobs
 
 Weights = dict[str, tuple[str, bytes]]
 
+_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
+
+WHOLE = "whole optimizer"
+"""A layout without --use-distributed-optimizer."""
+
 
 def make_config(model: Path, layout: str = "", **groups: dict[str, Any]) -> MilesConfig:
-    """fp32, packed rows of up to 40 tokens, steps of 4 samples; ``layout`` are more of Megatron's
-    flags, ``groups`` override by group."""
-    from transformers import AutoConfig
-
-    hf: Any = AutoConfig.from_pretrained(model)
-    vocabulary = ("--vocab-size", str(hf.vocab_size), "--make-vocab-size-divisible-by", "1")
-    tied = () if hf.tie_word_embeddings else ("--untie-embeddings-and-output-weights",)
-    rotary = ("--rotary-base", str(int(hf.rope_parameters["rope_theta"])))
-    base: dict[str, Any] = {
-        "cluster": ClusterConfig(train_backend="megatron", distributed_timeout_minutes=2),
-        "rollout": RolloutConfig(hf_checkpoint=str(model), rollout_max_response_len=16),
-        "precision": PrecisionConfig(fp32=True),
-        "optimizer": OptimizerConfig(lr=1e-3),
-        "checkpoint": CheckpointConfig(),
-        "data": DataConfig(
-            use_dynamic_batch_size=True,
-            max_tokens_per_gpu=40,
-            rollout_batch_size=3,
-            n_samples_per_prompt=2,
-            global_batch_size=4,
-            num_rollout=4,
-        ),
-        "algorithm": MilesConfig().algorithm,
-    }
-    for group, fields in groups.items():
-        base[group] = dataclasses.replace(base[group], **fields)
-    argv = (*DENSE, *vocabulary, *tied, *rotary, *layout.split())
-    return MilesConfig(**base, megatron_argv=argv)
+    """``engine_jobs.make_config``; ``layout`` are more of Megatron's flags."""
+    config = engine_jobs.make_config(model, *layout.replace(WHOLE, "").split(), **groups)
+    if WHOLE not in layout:
+        return config
+    argv = tuple(word for word in config.megatron_argv if word != "--use-distributed-optimizer")
+    return dataclasses.replace(config, megatron_argv=argv)
 
 
 def make_rollouts(config: MilesConfig, count: int, dp_size: int) -> list[list[TrainBatch]]:
@@ -225,8 +194,9 @@ def convert(config: MilesConfig, directory: str) -> Weights:
         return weights_of(actor)
 
 
-def tensors_in(step: str) -> dict[str, Any]:
-    """Every tensor of a torch_dist directory as bytes, read without a model."""
+def tensors_in(step: str, vocab_size: int) -> dict[str, Any]:
+    """Every tensor of a torch_dist directory as bytes, without rows that only fill the vocabulary
+    up; read without a model."""
     import os
 
     import torch.distributed as dist
@@ -241,4 +211,10 @@ def tensors_in(step: str) -> dict[str, Any]:
 
     assert dist.get_world_size() == 1
     plain = dist_checkpointing.load_plain_tensors(step)
-    return {n: as_bytes(t) for n, t in plain.items() if isinstance(t, Tensor)}
+    return {
+        name: as_bytes(
+            tensor[:vocab_size] if name.endswith(_VOCABULARY) and tensor.dim() == 2 else tensor
+        )
+        for name, tensor in plain.items()
+        if isinstance(tensor, Tensor)
+    }

@@ -10,7 +10,7 @@ import torch
 from miles.backends.megatron_utils import cpu_platform
 from miles.core import device
 
-CUDA = torch.cuda  # noqa: TID251
+CUDA = torch.cuda
 
 pytestmark = pytest.mark.skipif(device.has_accelerator(), reason="the platform is the CPU's")
 
@@ -119,4 +119,11 @@ def test_nothing_is_compiled_for_megatron() -> None:
     megatron = {"__name__": "megatron.core.example", "torch": torch, "function": function}
     assert eval("torch.compile(function)", megatron) is function
     assert eval("torch.compile(dynamic=True)(function)", megatron) is function
-    assert torch.compile(function) is not function
+
+
+@pytest.mark.parametrize("name", ["arange", "empty", "ones", "tensor", "zeros"])
+def test_a_default_device_still_reaches_the_factories(name: str) -> None:
+    """transformers builds models on the meta device and fills their buffers afterwards."""
+    argument = [2.0] if name == "tensor" else 2
+    with torch.device("meta"):
+        assert getattr(torch, name)(argument).device.type == "meta"

@@ -1,7 +1,10 @@
 from argparse import Namespace
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -15,6 +18,17 @@ from tests.unit.backends.megatron_utils import spec_jobs
 from tests.unit.backends.megatron_utils.layer_jobs import make_config
 
 HERE = "tests.unit.backends.megatron_utils.spec_jobs"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def this_process() -> Iterator[None]:
+    """A spec holds the layers of this process's pipeline stage, so there must be one."""
+    store: Any = dist.HashStore()  # pyright: ignore[reportAttributeAccessIssue]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
 def test_a_dense_model_on_one_rank_has_our_norms_and_attention(megatron_ranks: Ranks) -> None:

@@ -11,6 +11,7 @@ from miles.config.errors import ConfigError
 from miles.config.root import MilesConfig
 from tests.ranks import Ranks
 from tests.unit.backends.megatron_utils.checkpoint_jobs import (
+    WHOLE,
     advance_random_state,
     attempt_saves,
     convert,
@@ -30,7 +31,7 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 2}
 TP2_PP2 = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
-SHARDED = "--use-distributed-optimizer"
+VOCABULARY = 96
 BF16 = {"precision": {"fp32": False}}
 
 
@@ -44,11 +45,11 @@ def saving(config: MilesConfig, folder: Path, **fields: Any) -> MilesConfig:
 @pytest.mark.parametrize(
     ("layout", "groups", "num_ranks", "dp_size"),
     [
-        pytest.param(SHARDED, {}, 2, 2, id="dp2 fp32"),
-        pytest.param(SHARDED, BF16, 2, 2, id="dp2 bf16"),
-        pytest.param("", BF16, 1, 1, id="one bf16, optimizer whole"),
-        pytest.param("", {}, 2, 2, id="dp2 fp32, optimizer whole", marks=pytest.mark.full),
-        pytest.param(f"{TP2_PP2} {SHARDED}", BF16, 4, 1, id="tp2 pp2", marks=pytest.mark.full),
+        pytest.param("", {}, 2, 2, id="dp2 fp32"),
+        pytest.param("", BF16, 2, 2, id="dp2 bf16"),
+        pytest.param(WHOLE, BF16, 1, 1, id="one bf16, optimizer whole"),
+        pytest.param(WHOLE, {}, 2, 2, id="dp2 fp32, optimizer whole", marks=pytest.mark.full),
+        pytest.param(TP2_PP2, BF16, 4, 1, id="tp2 pp2", marks=pytest.mark.full),
     ],
 )
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(  # noqa: PLR0913
@@ -80,7 +81,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(  # noqa: PLR091
 def test_the_layout_of_a_checkpoint(
     megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
 ) -> None:
-    config = saving(make_config(tiny_qwen3, SHARDED), tmp_path)
+    config = saving(make_config(tiny_qwen3), tmp_path)
     rollouts = make_rollouts(config, 1, 2)
     megatron_ranks.run_well(train_rollouts, config, rollouts, (0,), num_ranks=2)
     step = tmp_path / "iter_0000001"
@@ -118,7 +119,7 @@ def test_another_layout_of_ranks_goes_on_with_weights_and_optimizer(
 
     def run(where: tuple[str, int, int], folder: Path, count: int) -> dict[str, Any]:
         layout, num_ranks, dp_size = where
-        config = saving(make_config(tiny_qwen3, f"{layout} {SHARDED}", **flags), folder)
+        config = saving(make_config(tiny_qwen3, layout, **flags), folder)
         rollouts = make_rollouts(config, count, dp_size)
         return megatron_ranks.run_well(
             train_rollouts, config, rollouts, (count - 1,), num_ranks=num_ranks
@@ -127,7 +128,7 @@ def test_another_layout_of_ranks_goes_on_with_weights_and_optimizer(
     saved = run(before, tmp_path / "a", 2)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     layout, num_ranks, _ = after
-    config = make_config(tiny_qwen3, f"{layout} {SHARDED}", **flags)
+    config = make_config(tiny_qwen3, layout, **flags)
     found = megatron_ranks.run_well(
         load_and_report, saving(config, tmp_path / "b"), num_ranks=num_ranks
     )
@@ -143,7 +144,7 @@ def test_another_layout_of_ranks_goes_on_with_weights_and_optimizer(
 
 
 def read(ranks: Ranks, folder: Path) -> dict[str, Any]:
-    (tensors,) = ranks.run_well(tensors_in, str(folder / "iter_0000002"), num_ranks=1)
+    (tensors,) = ranks.run_well(tensors_in, str(folder / "iter_0000002"), VOCABULARY, num_ranks=1)
     assert any(name.startswith("optimizer.state.exp_avg_sq.") for name in tensors)
     return tensors
 
@@ -162,7 +163,7 @@ def test_ranks_go_on_with_their_own_random_state(
 def test_a_save_in_the_background_holds_the_weights_of_its_rollout(
     megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
 ) -> None:
-    config = saving(make_config(tiny_qwen3, SHARDED), tmp_path, async_save=True)
+    config = saving(make_config(tiny_qwen3), tmp_path, async_save=True)
     rollouts = make_rollouts(config, 3, 2)
     answers = megatron_ranks.run_well(save_in_background, config, rollouts, num_ranks=2)
     assert [answer["tracker"] for answer in answers] == [3, 3]
@@ -176,7 +177,7 @@ def test_a_save_in_the_background_holds_the_weights_of_its_rollout(
 def test_a_save_that_fails_half_way_fails_on_every_rank_and_leaves_the_older_one(
     megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path, async_save: bool
 ) -> None:
-    config = saving(make_config(tiny_qwen3, SHARDED), tmp_path, async_save=async_save)
+    config = saving(make_config(tiny_qwen3), tmp_path, async_save=async_save)
     rollouts = make_rollouts(config, 3 if async_save else 2, 2)
     # Saves of rollouts 0, 1 (fails) and, in the background, 2 (where the failure comes out).
     for answer in megatron_ranks.run_well(attempt_saves, config, rollouts, 30_000, num_ranks=2):
@@ -191,7 +192,7 @@ def test_a_save_that_fails_half_way_fails_on_every_rank_and_leaves_the_older_one
 def test_megatrons_own_loader_reads_a_checkpoint(
     megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
 ) -> None:
-    config = saving(make_config(tiny_qwen3, SHARDED, optimizer=SCHEDULE), tmp_path)
+    config = saving(make_config(tiny_qwen3, optimizer=SCHEDULE), tmp_path)
     rollouts = make_rollouts(config, 1, 2)
     saved = megatron_ranks.run_well(train_rollouts, config, rollouts, (0,), num_ranks=2)
     found = megatron_ranks.run_well(with_megatrons_own_loader, config, num_ranks=2)
@@ -204,7 +205,7 @@ def test_megatrons_own_loader_reads_a_checkpoint(
 def test_without_its_optimizer_a_checkpoint_goes_on_with_fresh_moments(
     megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
 ) -> None:
-    config = make_config(tiny_qwen3, SHARDED, optimizer=SCHEDULE, **BF16)
+    config = make_config(tiny_qwen3, optimizer=SCHEDULE, **BF16)
     config = saving(config, tmp_path, no_save_optim=True)
     rollouts = make_rollouts(config, 2, 2)
     trained = megatron_ranks.run_well(train_rollouts, config, rollouts, (1,), num_ranks=2)
@@ -233,7 +234,7 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
 def test_a_resumed_run_takes_the_learning_rate_of_its_own_flags(
     megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
 ) -> None:
-    config = saving(make_config(tiny_qwen3, SHARDED), tmp_path)
+    config = saving(make_config(tiny_qwen3), tmp_path)
     megatron_ranks.run_well(train_rollouts, config, make_rollouts(config, 1, 2), (0,), num_ranks=2)
     slower = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, lr=1e-4))
     found = megatron_ranks.run_well(
@@ -271,7 +272,7 @@ def test_converted_weights_start_at_rollout_zero_with_a_fresh_optimizer(
     converted = megatron_ranks.run_well(convert, source, str(tmp_path / "w"), num_ranks=2)[0]
     assert (tmp_path / "w" / checkpoints.TRACKER).read_text() == "release"
     assert checkpoints.is_weights_only(tmp_path / "w" / "release")
-    config = make_config(tiny_qwen3, SHARDED)
+    config = make_config(tiny_qwen3)
     # Other weights would be read from here if the converted ones were not taken.
     loading = dataclasses.replace(
         config, checkpoint=dataclasses.replace(config.checkpoint, load=str(tmp_path / "w"))
@@ -287,7 +288,7 @@ def test_converted_weights_start_at_rollout_zero_with_a_fresh_optimizer(
 
 @pytest.fixture
 def saved(megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path) -> MilesConfig:
-    config = saving(make_config(tiny_qwen3, SHARDED), tmp_path)
+    config = saving(make_config(tiny_qwen3), tmp_path)
     megatron_ranks.run_well(train_rollouts, config, make_rollouts(config, 1, 2), (0,), num_ranks=2)
     return config
 
@@ -301,15 +302,19 @@ def refusal(ranks: Ranks, config: MilesConfig) -> str:
 
 
 def test_damaged_or_foreign_checkpoints_are_refused(
-    megatron_ranks: Ranks, saved: MilesConfig, tiny_qwen3_untied: Path, tmp_path: Path
+    megatron_ranks: Ranks,
+    saved: MilesConfig,
+    tiny_qwen3: Path,
+    tiny_qwen3_untied: Path,
+    tmp_path: Path,
 ) -> None:
     step = tmp_path / "iter_0000001"
-    other = make_config(tiny_qwen3_untied, SHARDED)
+    other = make_config(tiny_qwen3_untied)
     text = refusal(megatron_ranks, dataclasses.replace(other, checkpoint=saved.checkpoint))
     assert "does not fit this model" in text
     assert "output_layer.weight" in text
 
-    whole = make_config(tiny_qwen3_untied)
+    whole = make_config(tiny_qwen3, WHOLE)
     text = refusal(megatron_ranks, dataclasses.replace(saved, megatron_argv=whole.megatron_argv))
     assert "--use-distributed-optimizer" in text
 
