@@ -31,6 +31,7 @@ COMMON = (
     *("--attention-dropout", "0", "--hidden-dropout", "0"),
     *("--tokenizer-type", "NullTokenizer", "--ckpt-format", "torch_dist"),
     *("--moe-router-load-balancing-type", "none", "--moe-router-dtype", "fp32"),
+    *("--moe-token-dispatcher-type", "alltoall"),
     "--use-distributed-optimizer",
 )
 
