@@ -5,6 +5,7 @@ which carries them as ``megatron_argv``.
 """
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -36,12 +37,14 @@ def check(config: MilesConfig, foreign: Sequence[Foreign]) -> Checked:
     """Turn the flags that are not ours into Megatron's arguments, and check these.
 
     Imports Megatron, so takes seconds; with Megatron missing or of another version that is the
-    problem, beside flags that no version has.
+    problem, beside flags that no version has. A run that does not train needs no Megatron.
     """
     missing = package.problem()
-    if missing is not None:
+    trains = not config.observability.debug_rollout_only
+    if missing is not None or not trains:
         known = {f"--{name}": refusals.reason_against(name, "") for name in MEGATRON_FLAGS}
-        return (), [missing, *_misplaced(foreign, known)], []
+        problems = [missing] if missing is not None and trains else []
+        return (), [*problems, *_misplaced(foreign, known)], []
     parser = namespace.make_parser()
     known = refusals.reasons(parser)
     problems = _misplaced(foreign, known)
@@ -66,6 +69,8 @@ def parse(config: MilesConfig) -> argparse.Namespace:
         log.info("%s: %s", machine.reason(), " ".join(flags))
     if "--moe-grouped-gemm" in config.megatron_argv and not package.has_transformer_engine():
         log.info("--moe-grouped-gemm: needs Transformer Engine; experts run one after another")
+    # How kernels overlap depends on it; Megatron demands it of GPUs before Blackwell.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     try:
         args = namespace.parse_args([*flags, *config.megatron_argv])
         namespace.validate(args, config)
@@ -99,7 +104,11 @@ def _check_values(
     """``broken`` options have their problem; that another value stands in is not one more."""
     given = {flag.name.removeprefix("--") for flag in own}
     model, problems = _model(config)
-    if model is None:
+    if (
+        model is None
+        or min(config.cluster.num_train_ranks, config.cluster.context_parallel_size) < 1
+    ):
+        # Our own rules have the problem of the latter, and no other number makes sense with it.
         return (), problems, []
     in_part = any(option.removeprefix("--") in architecture.ARCHITECTURE_FLAGS for option in broken)
     derived, messages = _architecture(config, model, given, in_part=in_part)

@@ -132,13 +132,22 @@ def _values(args: argparse.Namespace, config: MilesConfig) -> Mapping[str, Any]:
         "calculate_per_token_loss": True,
         # A step whose gradient is not finite is skipped and counted, not the end of the run.
         "check_for_nan_in_loss_and_grad": False,
-        # Without experts its value is only in the way of pipeline stages.
-        "moe_token_dispatcher_type": (
-            args.moe_token_dispatcher_type if args.num_experts else "alltoall"
-        ),
         # Without it the experts run one after another: the same numbers, slower.
         "moe_grouped_gemm": moe_grouped_gemm,
     }
+
+
+_WAYS_TO_REFUSE = (
+    AssertionError,
+    ArithmeticError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What Megatron raises for values that it cannot work with."""
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -174,7 +183,7 @@ def _refusals() -> Generator[None]:
     except SystemExit as stop:
         text = (complaints.getvalue() or printed.getvalue()).strip()
         raise MegatronArgumentError(text.rpartition("error: ")[2] or str(stop)) from stop
-    except (AssertionError, ValueError, RuntimeError, ImportError, TypeError) as error:
+    except _WAYS_TO_REFUSE as error:
         raise MegatronArgumentError(str(error) or _source_line(error)) from error
 
 

@@ -154,14 +154,6 @@ def test_vocabularies_are_padded_for_every_tensor_parallel_rank(
     assert args.sequence_parallel
 
 
-def test_pipeline_stages_take_micro_batches_of_any_length(
-    line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = in_a_trainer(line("--pipeline-model-parallel-size", "2"), monkeypatch)
-    assert args.variable_seq_lengths
-    assert not in_a_trainer(line(), monkeypatch).variable_seq_lengths
-
-
 def test_context_parallelism_is_megatrons_too_and_scales_the_budget(
     line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,6 +291,20 @@ def test_a_missing_megatron_is_the_problem_beside_unknown_flags(
     assert "[megatron]" in found["--train-backend"]
     with pytest.raises(ConfigError, match=r"\[megatron\]"):
         arguments.parse(MilesConfig())
+
+
+def test_a_run_that_does_not_train_needs_no_megatron(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(package, "_find", lambda: None)
+    config, _ = read_config(line("--debug-rollout-only", "--num-layers", "2"))
+    assert config.megatron_argv == ()
+    assert set(problems(line("--debug-rollout-only", "--numlayers", "2"))) == {"--numlayers"}
+
+
+@pytest.mark.parametrize("flag", ["--actor-num-gpus-per-node", "--context-parallel-size"])
+def test_a_number_of_ranks_below_one_is_one_problem(line: Line, flag: str) -> None:
+    assert list(problems(line(flag, "0"))) == [flag]
 
 
 def test_a_refusal_in_a_trainer_process_is_a_config_error(
