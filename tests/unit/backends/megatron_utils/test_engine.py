@@ -47,7 +47,8 @@ POLICY = {
     "ref_update_interval": 1,
     "log_probs_chunk_size": 3,
 }
-OPTIMIZER = {"lr": 3e-3, "weight_decay": 0.1, "clip_grad": 0.5}
+OPTIMIZER = {"lr": 1e-3, "adam_eps": 1e-6, "weight_decay": 0.1, "clip_grad": 0.5}
+"""With the default epsilon, gradients that are nothing but rounding would move weights."""
 
 
 def shards_of(layout: Layout, config: Any, count: int) -> Any:
@@ -106,10 +107,10 @@ def test_policy_training_equals_that_of_the_fsdp_backend(
             assert step.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
             assert step.learning_rate == other.learning_rate
         for metrics, others in zip(answer["metrics"], fsdp_policy_run["metrics"], strict=True):
-            assert metrics == pytest.approx(others, abs=1e-4)
+            assert metrics == pytest.approx(others, rel=1e-4, abs=1e-5)
         for name, value in answer["weights"].items():
             expected = from_bytes(fsdp_policy_run["weights"][name])
-            torch.testing.assert_close(from_bytes(value), expected, atol=1e-4, rtol=0, msg=name)
+            torch.testing.assert_close(from_bytes(value), expected, atol=1e-5, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize(
