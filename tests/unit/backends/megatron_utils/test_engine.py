@@ -26,15 +26,15 @@ from tests.unit.backends.megatron_utils.engine_jobs import (
     train_with_naps,
     weights_at_start,
 )
-from tests.unit.backends.megatron_utils.layouts import OVERLAP, Layout
+from tests.unit.backends.megatron_utils.layouts import OVERLAP, Layout, params
 
 LAYOUTS = [
     Layout(),
-    Layout(tp=2, sequence_parallel=True),
-    Layout(pp=2, vpp=2),
+    Layout(tp=2, sequence_parallel=True, quick=True),
+    Layout(pp=2, vpp=2, quick=True),
     Layout(cp=2),
-    Layout(cp=2, packed=False),
-    Layout(dp=2, flags=OVERLAP, note="overlap"),
+    Layout(cp=2, packed=False, quick=True),
+    Layout(dp=2, flags=OVERLAP, note="overlap", quick=True),
 ]
 POLICY = {
     "kl_coef": 0.05,
@@ -75,7 +75,7 @@ def dense(models: dict[str, Path]) -> Path:
     return models["dense"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", params(LAYOUTS))
 def test_log_probs_are_those_of_transformers(
     megatron_ranks: Ranks, dense: Path, layout: Layout
 ) -> None:
@@ -99,7 +99,7 @@ def fsdp_policy_run(megatron_ranks: Ranks, dense: Path) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", params(LAYOUTS))
 def test_policy_training_equals_that_of_the_fsdp_backend(
     megatron_ranks: Ranks, dense: Path, fsdp_policy_run: dict[str, Any], layout: Layout
 ) -> None:
@@ -122,7 +122,7 @@ def test_policy_training_equals_that_of_the_fsdp_backend(
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(dp=2), Layout(tp=2, sequence_parallel=True), Layout(pp=2)], ids=str
+    "layout", params([Layout(dp=2), Layout(tp=2, sequence_parallel=True), Layout(pp=2, quick=True)])
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_gradient_that_is_not_finite_changes_nothing(
@@ -148,11 +148,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing(
         assert bad["state"] == good["state"] != next_good["state"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "layout",
-    [Layout(dp=2, flags=OVERLAP, note="overlap"), Layout(tp=2, pp=2, sequence_parallel=True)],
-    ids=str,
+    params(
+        [
+            Layout(dp=2, flags=OVERLAP, note="overlap", quick=True),
+            Layout(tp=2, pp=2, sequence_parallel=True),
+        ]
+    ),
 )
 def test_sleep_changes_no_bit_and_frees_everything(
     megatron_ranks: Ranks, dense: Path, layout: Layout, precision: str
@@ -178,8 +182,11 @@ def test_sleep_changes_no_bit_and_frees_everything(
 
 @pytest.mark.parametrize(
     "flags",
-    [(), ("--use-precision-aware-optimizer",), ("--initial-loss-scale", "1024")],
-    ids=["bf16", "bf16 precision-aware", "fp16"],
+    [
+        pytest.param((), id="bf16", marks=pytest.mark.full),
+        pytest.param(("--use-precision-aware-optimizer",), id="bf16 precision-aware"),
+        pytest.param(("--initial-loss-scale", "1024"), id="fp16", marks=pytest.mark.full),
+    ],
 )
 def test_narrow_training_follows_fp32_and_starts_from_the_checkpoints_bits(
     megatron_ranks: Ranks, models: dict[str, Path], flags: tuple[str, ...]
@@ -204,7 +211,7 @@ def test_narrow_training_follows_fp32_and_starts_from_the_checkpoints_bits(
         assert answer == {name: as_bytes(tensor) for name, tensor in stored.items()}
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2)], ids=str)
+@pytest.mark.parametrize("layout", params([Layout(), Layout(tp=2, pp=2, quick=True)]))
 def test_the_reference_has_its_own_directory(
     megatron_ranks: Ranks, models: dict[str, Path], dense: Path, layout: Layout
 ) -> None:
