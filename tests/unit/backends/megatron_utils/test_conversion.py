@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         *("--save", str(tmp_path / "torch_dist"), "--num-layers", "3", "--rm-type", "math"),
     )
     assert result.returncode == 2, result.stdout + result.stderr
-    assert "--num-layers 3, checkpoint 2" in result.stderr
+    assert "--num-layers: 3, must be 2" in result.stderr
     assert "--rm-type" in result.stderr
     assert not (tmp_path / "torch_dist" / TRACKER).exists()
 
