@@ -46,8 +46,8 @@ class Benchmark:
     """Steps before them."""
     dtypes: tuple[DtypeName, ...] = ("fp32", "bf16")
     """What Miles is run in; TRL always in fp32."""
-    num_ranks: int = 2
-    """Trainer ranks of Miles."""
+    num_ranks: int = 1
+    """Trainer ranks of Miles, which share the two cores."""
     micro_batch_size: int | None = None
     """Samples of a forward pass of Miles, on each rank; by default the workload's."""
     trl_micro_batch_size: int | None = None

@@ -23,7 +23,7 @@ from miles.ray.rollout.service import RolloutService
 from miles.ray.rollout.supervision import EngineSupervisor
 from miles.ray.train.group import TrainGroup
 from miles.report import draw_reward, summarize
-from miles.rundir import make_run_dir, make_tracker, write_samples
+from miles.rundir import make_run_dir, make_tracker, with_wandb_run, write_samples
 
 STOP_TIMEOUT_S = 30.0
 
@@ -51,6 +51,7 @@ class Job:
     @asynccontextmanager
     async def start(cls, config: MilesConfig) -> AsyncGenerator["Job"]:
         """Bring every process up; on the way out, however that comes, take them all down."""
+        config = with_wandb_run(config)
         run_dir = make_run_dir(config)
         try:
             cluster.start()
@@ -122,6 +123,7 @@ class Job:
         """Give the engines the trainer's current weights; one that died meanwhile is replaced."""
         if self._trainer is None or self._engines is None or self._supervisor is None:
             return
+        await self._memory.make_room_for_engines()
         replaced = await self._supervisor.replace_dead()
         async with self._phase("sync", "update_weights_time", "syncing weights"):
             await self._push_weights("weight sync")
@@ -135,9 +137,13 @@ class Job:
         to it, and elsewhere an uninterrupted run would not evaluate.
         """
         options, first = self.config.evaluation, self._first_rollout_id
-        if options.eval_interval is None or options.skip_eval_before_train:
+        if options.eval_interval is None:
             return
-        if not self._resumed or first % options.eval_interval == 0:
+        if self._resumed:
+            due = first % options.eval_interval == 0
+        else:
+            due = not options.skip_eval_before_train
+        if due:
             await self._evaluate(first)
 
     async def evaluate(self, rollout_id: int) -> None:

@@ -1,10 +1,13 @@
 """The run directory: config, metrics and samples of a run."""
 
 import json
+import uuid
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from miles.backends.training_utils import checkpoints
 from miles.config.root import MilesConfig
 from miles.core.tracking import Tracker, WandbSettings
 
@@ -16,6 +19,18 @@ def make_run_dir(config: MilesConfig) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.json").write_text(json.dumps(config.to_dict(), indent=2), encoding="utf-8")
     return run_dir
+
+
+def with_wandb_run(config: MilesConfig) -> MilesConfig:
+    """Settle the W&B run: ``--wandb-run-id``, else the one of the checkpoint that is resumed, else
+    a new one. Checkpoints hold the config, and so the run."""
+    options = config.observability
+    if not options.use_wandb or options.wandb_run_id is not None:
+        return config
+    folder = checkpoints.resolve_load(config.checkpoint.load, announce=False)
+    saved = {} if folder is None else checkpoints.read_metadata(folder)["config"]["observability"]
+    run_id = saved.get("wandb_run_id") or uuid.uuid4().hex[:8]
+    return replace(config, observability=replace(options, wandb_run_id=run_id))
 
 
 def make_tracker(config: MilesConfig, run_dir: Path) -> Tracker:

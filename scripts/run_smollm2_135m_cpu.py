@@ -36,8 +36,8 @@ class SmolLM2:
     """Rollouts of 8 prompts x 8 samples, one optimizer step each."""
     train_backend: str = "fsdp"
     """Training backend."""
-    num_ranks: int = 2
-    """Trainer ranks."""
+    num_ranks: int = 1
+    """Trainer ranks; they share the cores, and one alone sends nothing to others."""
     dtype: DtypeName = "fp32"
     """Of the weights on disk and in the engine, and of the trainer's computation."""
     lr: float = 2e-5

@@ -4,6 +4,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
@@ -34,11 +35,13 @@ class RunConsole:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Show what is running, with a spinner where the terminal can."""
+        """Show what is running and for how long, where the terminal can."""
         if not self._console.is_terminal:
             yield
             return
-        with self._console.status(f"{name} …", spinner="dots"):
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            progress.add_task(f"{name} …", total=None)
             yield
 
     def rollout(self, rollout_id: int, metrics: Mapping[str, float]) -> None:

@@ -80,6 +80,10 @@ def synchronize() -> None:
 
 
 def empty_cache() -> None:
+    """Give unused memory back to the device, and the workspace that each stream's matrix products
+    keep (made anew when next needed)."""
+    if device_type() == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage]
     if has_accelerator():
         torch.accelerator.empty_cache()
 

@@ -21,6 +21,7 @@ class WandbSettings:
     mode: str | None = None
     dir: str | None = None
     run_id: str | None = None
+    """A run of this id is continued when there is one."""
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 

@@ -1,21 +1,25 @@
 """Joins the Ray cluster of ``RAY_ADDRESS``, or starts one on this machine for this run."""
 
 import os
+import socket
 from pathlib import Path
 
 import ray
 
 from miles.core import logging
+from miles.ray.errors import JobError
 
 WORKING_DIR = "MILES_WORKING_DIR"
 """Environment variable of the workers: where the driver is."""
+
+CONNECT_TIMEOUT_S = 10.0
 
 log = logging.get(__name__)
 
 
 def start() -> None:
     """Connect the driver. Actors import this checkout, and relative paths mean the same to them as
-    to the driver, whatever directory the cluster was started in."""
+    to the driver, whatever directory the cluster was started in. Raises ``JobError``."""
     logging.setup("driver")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
@@ -23,6 +27,7 @@ def start() -> None:
     root = str(Path(__file__).resolve().parents[2])
     existing = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     python_path = os.pathsep.join(dict.fromkeys([root, os.getcwd(), *existing]))
+    require_reachable(os.environ.get("RAY_ADDRESS", ""))
     ray.init(
         include_dashboard=False,
         logging_level=logging.ERROR,
@@ -30,12 +35,29 @@ def start() -> None:
             "env_vars": {
                 "PYTHONPATH": python_path,
                 WORKING_DIR: os.getcwd(),
-                # Progress bars of several processes would overwrite each other and the run's lines.
+                # Progress bars of several processes would overwrite each other.
                 "TQDM_DISABLE": "1",
             },
             "worker_process_setup_hook": f"{__name__}.{enter_working_dir.__name__}",
         },
     )
+
+
+def require_reachable(address: str) -> None:
+    """Raise ``JobError`` when nothing listens at ``host:port``: Ray itself tries for minutes.
+
+    Other forms of an address (``auto``, ``local``) are left to Ray.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise JobError(
+            f"no Ray cluster at RAY_ADDRESS={address} ({error}): start it, or unset RAY_ADDRESS to "
+            "run on this machine alone"
+        ) from error
 
 
 def enter_working_dir() -> None:

@@ -16,6 +16,10 @@ class Memory(Protocol):
 
     def phase(self, name: Phase) -> AbstractAsyncContextManager[None]: ...
 
+    async def make_room_for_engines(self) -> None:
+        """Let an engine start between two phases."""
+        ...
+
 
 class Resident:
     """Trainer and engines own separate devices: nobody moves."""
@@ -24,6 +28,9 @@ class Resident:
     async def phase(self, name: Phase) -> AsyncGenerator[None]:
         del name
         yield
+
+    async def make_room_for_engines(self) -> None:
+        pass
 
 
 class TakeTurns:
@@ -57,6 +64,9 @@ class TakeTurns:
         yield
         if name == "sync":
             await self._resume({"kv_cache", "cuda_graph"})
+
+    async def make_room_for_engines(self) -> None:
+        await self._sleep_trainer()
 
     async def _release(self, tags: set[str]) -> None:
         held = tags & self._engine_has

@@ -5,7 +5,6 @@ Rewards are normalised within a prompt's group, samples that must not train get 
 the remainder and is normalised by its own counts.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from miles.config.derived import is_supervised, token_budget
 from miles.config.root import MilesConfig
 from miles.contracts.hooks import load_hook
 from miles.contracts.types import Float32, Group, Sample, Status, TrainBatch
+from miles.rollout.rewards.score import reward_value
 from miles.rollout.split import RankSchedule, split, steps_of
 
 Float64 = NDArray[np.float64]
@@ -70,26 +70,10 @@ def raw_reward(sample: Sample, config: MilesConfig) -> float:
     value = sample.reward
     if value is None and _needs_no_reward(sample, config):
         return 0.0
-    if isinstance(value, dict):
-        key = config.reward.reward_key
-        if key is None:
-            raise ValueError(
-                f"sample {sample.index}: its reward is an object with the keys {sorted(value)}; "
-                "--reward-key must name the one to train on"
-            )
-        if key not in value:
-            raise ValueError(
-                f"sample {sample.index}: --reward-key {key!r} is not in its reward, which has "
-                f"{sorted(value)}"
-            )
-        value = value[key]
     try:
-        number = float(value)  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"sample {sample.index}: reward {value!r} is not a finite number")
-    return number
+        return reward_value(value, config.reward.reward_key)
+    except ValueError as error:
+        raise ValueError(f"sample {sample.index}: {error}") from error
 
 
 def is_zero_variance(rewards: Sequence[float]) -> bool:

@@ -1,5 +1,6 @@
 """What the tests of this folder run on trainer ranks, beside the jobs of the CPU tests."""
 
+import gc
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ def memory_of_a_step(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> d
     batch = build_micro_batches(shard, packed=True, device=device.current_device())[0][0]
     held = device.memory_stats().allocated_bytes
     torch.accelerator.reset_peak_memory_stats()
-    stats = model.token_stats(batch, HeadOptions(1.0), with_entropy=False)
+    head = HeadOptions(temperature=1.0, chunk_size=1024)
+    stats = model.token_stats(batch, head, with_entropy=False)
     stats.log_probs_R.sum().backward()
     used = device.memory_stats().peak_bytes - held
     actor.shutdown()
@@ -30,16 +32,18 @@ def memory_of_a_step(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> d
 
 
 def memory_around_sleep(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
-    """Bytes of this rank awake and asleep, twice over, and the weights around it."""
+    """Bytes of this rank's actor awake and asleep, twice over, and the weights around it."""
+    gc.collect()
+    others = device.memory_stats().allocated_bytes
     actor, _ = start(config)
     actor.train(0, rollouts[0][actor.parallel.rank])
     before = weights_of(actor)
     awake: list[int] = []
     asleep: list[int] = []
     for _ in range(2):
-        awake.append(device.memory_stats().allocated_bytes)
+        awake.append(device.memory_stats().allocated_bytes - others)
         actor.sleep()
-        asleep.append(device.memory_stats().allocated_bytes)
+        asleep.append(device.memory_stats().allocated_bytes - others)
         actor.wake_up()
     after = weights_of(actor)
     stats = actor.train(1, rollouts[1][actor.parallel.rank])

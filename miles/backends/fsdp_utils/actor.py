@@ -112,7 +112,9 @@ class FSDPTrainRayActor(TrainRayActor):
         """Raises ``ConfigError`` or ``CheckpointDirError`` for what cannot run."""
         config = self.config
         torch.manual_seed(config.algorithm.seed)
-        self._checkpointer = Checkpointer(config.checkpoint, config.algorithm.seed)
+        self._checkpointer = Checkpointer(
+            config.checkpoint, config.algorithm.seed, config.cluster.distributed_timeout_minutes
+        )
         step = self._checkpointer.find()
         self.ops = FSDPPolicyOps(config, with_ref=with_ref)
         self._weight_sync = make_weight_sync(config)

@@ -93,14 +93,15 @@ def check(config: MilesConfig, given: frozenset[str]) -> list[Problem]:
 def refuse(foreign: Foreign) -> Problem | None:
     """The problem of a flag that belongs to the other backend; ``None`` for any other flag."""
     name = foreign.name.removeprefix("--")
+    where = f" (in {foreign.file})" if foreign.file is not None else ""
     if name in LORA_FLAGS:
         remedy = "LoRA is not supported by the fsdp backend, which trains all weights; leave it out"
-        return Problem(foreign.name, foreign.value, remedy)
+        return Problem(foreign.name, foreign.value, remedy + where)
     if name not in MEGATRON_FLAGS:
         return None
     remedy = _REMEDIES.get(name, "leave it out, or train with --train-backend megatron")
     reason = "a flag of Megatron's, which the fsdp backend does not have"
-    return Problem(foreign.name, foreign.value, f"{reason}; {remedy}")
+    return Problem(foreign.name, foreign.value, f"{reason}; {remedy}{where}")
 
 
 def missing_attention_package(implementation: str) -> str | None:

@@ -47,9 +47,9 @@ class Snapshot:
 class Checkpointer:
     """Writes checkpoints, at most one in the background, and reads them. Collective throughout."""
 
-    def __init__(self, config: CheckpointConfig, seed: int) -> None:
+    def __init__(self, config: CheckpointConfig, seed: int, timeout_minutes: float) -> None:
         self._seed = seed
-        self.writer = CheckpointWriter(config, BACKEND, _ENTRIES)
+        self.writer = CheckpointWriter(config, BACKEND, _ENTRIES, timeout_minutes)
 
     def find(self) -> Path | None:
         """See ``CheckpointWriter.find``."""

@@ -5,6 +5,8 @@ which carries them as ``megatron_argv``.
 """
 
 import argparse
+import os
+import warnings
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +26,7 @@ from miles.config.lora_flags import LORA_FLAGS
 from miles.config.megatron_flags import MEGATRON_FLAGS
 from miles.config.root import MilesConfig
 from miles.config.rules.problems import problem
-from miles.core import hf, logging
+from miles.core import hf, logging, plugins
 
 log = logging.get(__name__)
 
@@ -36,13 +38,18 @@ def check(config: MilesConfig, foreign: Sequence[Foreign]) -> Checked:
     """Turn the flags that are not ours into Megatron's arguments, and check these.
 
     Imports Megatron, so takes seconds; with Megatron missing or of another version that is the
-    problem, beside flags that no version has.
+    problem, beside flags that no version has. A run that does not train needs no Megatron.
     """
     missing = package.problem()
-    if missing is not None:
+    trains = not config.observability.debug_rollout_only
+    if missing is not None or not trains:
         known = {f"--{name}": refusals.reason_against(name, "") for name in MEGATRON_FLAGS}
-        return (), [missing, *_misplaced(foreign, known)], []
-    parser = namespace.make_parser()
+        problems = [missing] if missing is not None and trains else []
+        return (), [*problems, *_misplaced(foreign, known)], []
+    with warnings.catch_warnings():
+        # Its modules say on import which kernels they miss; ``machine.py`` says it in one line.
+        warnings.simplefilter("ignore")
+        parser = namespace.make_parser()
     known = refusals.reasons(parser)
     problems = _misplaced(foreign, known)
     own = [flag for flag in foreign if flag.name in known and known[flag.name] is None]
@@ -66,6 +73,8 @@ def parse(config: MilesConfig) -> argparse.Namespace:
         log.info("%s: %s", machine.reason(), " ".join(flags))
     if "--moe-grouped-gemm" in config.megatron_argv and not package.has_transformer_engine():
         log.info("--moe-grouped-gemm: needs Transformer Engine; experts run one after another")
+    # How kernels overlap depends on it; Megatron demands it of GPUs before Blackwell.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     try:
         args = namespace.parse_args([*flags, *config.megatron_argv])
         namespace.validate(args, config)
@@ -99,20 +108,28 @@ def _check_values(
     """``broken`` options have their problem; that another value stands in is not one more."""
     given = {flag.name.removeprefix("--") for flag in own}
     model, problems = _model(config)
-    if model is None:
+    if (
+        model is None
+        or min(config.cluster.num_train_ranks, config.cluster.context_parallel_size) < 1
+    ):
+        # Our own rules have the problem of the latter, and no other number makes sense with it.
         return (), problems, []
     in_part = any(option.removeprefix("--") in architecture.ARCHITECTURE_FLAGS for option in broken)
     derived, messages = _architecture(config, model, given, in_part=in_part)
     argv = [
         *derive.defaults(),
-        *derive.from_model(config, model.hf_config, given),
+        *derive.from_model(config, model.hf_config, model.flags, given),
         *derived,
         *(word for flag in own for word in _words(flag)),
     ]
     args = parser.parse_args([*machine.flags(), *argv])
     expected = parser.parse_args(architecture.to_argv(model.flags))
-    problems = [*architecture.compare(args, expected), *rules.check(args, config)]
-    problems = [p for p in problems if not broken.intersection(p.flag.split(", "))]
+    problems = [
+        *architecture.compare(args, expected),
+        *rules.check(args, config),
+        *_unusable_spec(args.spec),
+    ]
+    problems = [p for p in problems if broken.isdisjoint(p.flag.split(", "))]
     if not problems and not broken:
         problems = _validated(config, argv)
     return tuple(argv), problems, [*messages, *rules.warnings(args)]
@@ -133,6 +150,20 @@ def _architecture(
     argv = architecture.to_argv(flags)
     source = f"{config.rollout.hf_checkpoint}/config.json"
     return argv, [f"Megatron's architecture flags from {source}: {' '.join(argv)}"]
+
+
+def _unusable_spec(spec: Sequence[str] | None) -> list[Problem]:
+    """What is wrong with --spec, as far as an import shows it."""
+    if spec is None:
+        return []
+    given = " ".join(spec)
+    if len(spec) != 2:
+        return [Problem("--spec", given, "takes a module and a name in it")]
+    try:
+        plugins.load_attribute(".".join(spec))
+    except (plugins.PluginError, ImportError, SyntaxError) as error:
+        return [Problem("--spec", given, str(error))]
+    return []
 
 
 def _validated(config: MilesConfig, argv: Sequence[str]) -> list[Problem]:

@@ -37,10 +37,10 @@ log = logging.get(__name__)
 class Checkpointer:
     """Writes checkpoints, at most one in the background, and reads them. Collective throughout."""
 
-    def __init__(self, config: CheckpointConfig, seed: int) -> None:
+    def __init__(self, config: CheckpointConfig, seed: int, timeout_minutes: float) -> None:
         self._seed = seed
         self._validated = False
-        self.writer = CheckpointWriter(config, BACKEND, _ENTRIES)
+        self.writer = CheckpointWriter(config, BACKEND, _ENTRIES, timeout_minutes)
 
     def find(self) -> Path | None:
         """See ``CheckpointWriter.find``."""
@@ -145,7 +145,9 @@ def save_weights(directory: str, state: TrainerState, metadata: Mapping[str, Any
 
     What a failed attempt left is removed; without a tracker the directory is not a checkpoint.
     """
-    writer = CheckpointWriter(CheckpointConfig(save=directory), BACKEND, _ENTRIES)
+    timeout_minutes = state.args.distributed_timeout_minutes
+    config = CheckpointConfig(save=directory)
+    writer = CheckpointWriter(config, BACKEND, _ENTRIES, timeout_minutes)
     writer.prepare(0)
     tensors = sharded_state.writable(sharded_state.collect(state, 0), copied=False, validate=True)
     described = {**metadata, **_described(state), **checkpoints.WEIGHTS_ONLY}

@@ -9,7 +9,7 @@ import contextlib
 import io
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from miles.backends.megatron_utils import package, refusals
@@ -78,6 +78,8 @@ def help_text() -> str:
             name, title = action.option_strings[0], group.title or ""
             if name in shared or refusals.reason_against(name, title) is not None:
                 action.help = argparse.SUPPRESS
+        if all(action.help == argparse.SUPPRESS for action in group._group_actions):  # pyright: ignore[reportPrivateUsage]
+            group.description = None
     return parser.format_help()
 
 
@@ -130,13 +132,22 @@ def _values(args: argparse.Namespace, config: MilesConfig) -> Mapping[str, Any]:
         "calculate_per_token_loss": True,
         # A step whose gradient is not finite is skipped and counted, not the end of the run.
         "check_for_nan_in_loss_and_grad": False,
-        # Without experts its value is only in the way of pipeline stages.
-        "moe_token_dispatcher_type": (
-            args.moe_token_dispatcher_type if args.num_experts else "alltoall"
-        ),
         # Without it the experts run one after another: the same numbers, slower.
         "moe_grouped_gemm": moe_grouped_gemm,
     }
+
+
+_WAYS_TO_REFUSE = (
+    AssertionError,
+    ArithmeticError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What Megatron raises for values that it cannot work with."""
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -154,7 +165,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 @contextlib.contextmanager
-def _own_argv(argv: Sequence[str]) -> Iterator[None]:
+def _own_argv(argv: Sequence[str]) -> Generator[None]:
     before, sys.argv = sys.argv, [sys.argv[0], *argv]
     try:
         yield
@@ -163,7 +174,7 @@ def _own_argv(argv: Sequence[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _refusals() -> Iterator[None]:
+def _refusals() -> Generator[None]:
     """Megatron's ways to refuse as one error; what it prints is that error's text or lost."""
     printed, complaints = io.StringIO(), io.StringIO()
     try:
@@ -172,7 +183,7 @@ def _refusals() -> Iterator[None]:
     except SystemExit as stop:
         text = (complaints.getvalue() or printed.getvalue()).strip()
         raise MegatronArgumentError(text.rpartition("error: ")[2] or str(stop)) from stop
-    except (AssertionError, ValueError, RuntimeError, ImportError, TypeError) as error:
+    except _WAYS_TO_REFUSE as error:
         raise MegatronArgumentError(str(error) or _source_line(error)) from error
 
 
@@ -184,7 +195,7 @@ def _source_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _no_questions_to_the_gpu() -> Iterator[None]:
+def _no_questions_to_the_gpu() -> Generator[None]:
     """Answer for a device of the newest kind where there is none, or where asking would take one:
     Megatron then demands no environment variables that only the trainer's processes have."""
     import torch

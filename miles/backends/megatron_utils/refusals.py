@@ -27,6 +27,7 @@ GROUPS: Mapping[str, str] = {
     "biencoder": "Miles trains language models",
     "vision": "Miles trains language models",
     "heterogeneous architecture": _DIALECT,
+    "mla": _DIALECT,
     "Logits Distillation": _LOOP,
     "straggler": _LOOP,
     "workload inspector": _LOOP,
@@ -44,7 +45,8 @@ GROUPS: Mapping[str, str] = {
 _NAMES: Mapping[str, str] = {
     """train-iters train-samples exit-interval exit-duration-in-mins exit-signal
     exit-signal-handler exit-signal-handler-for-dataloader exit-signal-handler-for-training
-    manual-gc manual-gc-interval iterations-to-skip result-rejected-tracker-filename
+    manual-gc manual-gc-interval no-manual-gc-eval disable-manual-gc-eval iterations-to-skip
+    result-rejected-tracker-filename
     gpu-sniff-test-interval train-sync-interval dataloader-type yaml-cfg local-rank lazy-mpu-init
     fake-process-group check-for-large-grads empty-unused-memory-level
     check-weight-hash-across-dp-replicas-interval""": _LOOP,
@@ -87,6 +89,13 @@ _NAMES: Mapping[str, str] = {
     ),
 }
 
+PREFIXES: Mapping[str, str] = {
+    "inference-": GROUPS["inference"],
+    "mamba-": _DIALECT,
+    "dsa-": _DIALECT,
+}
+"""How the names of flags begin whose group has others that pass."""
+
 REASONS: Mapping[str, str] = {
     name: reason for names, reason in _NAMES.items() for name in names.split()
 }
@@ -101,6 +110,9 @@ def reason_against(option: str, title: str) -> str | None:
     name = option.removeprefix("--")
     if name in ALLOWED:
         return None
+    for prefix, reason in PREFIXES.items():
+        if name.startswith(prefix):
+            return reason
     return REASONS.get(name) or GROUPS.get(title)
 
 

@@ -191,19 +191,34 @@ def kernels_are_installed(args: argparse.Namespace, config: MilesConfig) -> list
     """Flags that only Transformer Engine fulfils are refused where it is missing."""
     if package.has_transformer_engine():
         return []
-    asked = (
-        ("--transformer-impl", args.transformer_impl, "transformer_engine"),
-        ("--fp8-format", args.fp8, None),
-        ("--fp4-format", args.fp4, None),
-        ("--exp-avg-dtype", args.exp_avg_dtype, "fp8"),
-        ("--exp-avg-sq-dtype", args.exp_avg_sq_dtype, "fp8"),
-        ("--main-params-dtype", args.main_params_dtype, "fp16"),
+    without = (
+        ("--transformer-impl", args.transformer_impl, ("local",)),
+        ("--fp8-format", args.fp8, (None,)),
+        ("--fp4-format", args.fp4, (None,)),
+        ("--exp-avg-dtype", args.exp_avg_dtype, ("fp32", "bf16")),
+        ("--exp-avg-sq-dtype", args.exp_avg_sq_dtype, ("fp32", "bf16")),
+        ("--main-params-dtype", args.main_params_dtype, ("fp32",)),
     )
-    remedy = "needs Transformer Engine, which is not installed; leave it out"
+    remedy = "needs Transformer Engine, which is not installed"
     return [
-        Problem(flag, value, remedy)
-        for flag, value, wrong in asked
-        if value is not None and (wrong is None or value == wrong)
+        Problem(flag, value, f"{remedy}; {_alternatives(allowed)}")
+        for flag, value, allowed in without
+        if value not in allowed
+    ]
+
+
+def narrow_states_need_their_optimizer(
+    args: argparse.Namespace, config: MilesConfig
+) -> list[Problem]:
+    """Only the precision-aware optimizer stores its state in another dtype than fp32."""
+    if args.use_precision_aware_optimizer:
+        return []
+    remedy = "applies only with --use-precision-aware-optimizer; add that or leave this out"
+    dests = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    return [
+        Problem(f"--{dest.replace('_', '-')}", vars(args)[dest], remedy)
+        for dest in dests
+        if vars(args)[dest] != "fp32"
     ]
 
 
@@ -219,6 +234,7 @@ RULES: tuple[Rule, ...] = (
     one_precision,
     formats_are_ours,
     kernels_are_installed,
+    narrow_states_need_their_optimizer,
 )
 
 _CONTEXT = "context_parallel_size"
@@ -259,6 +275,11 @@ def _product_problem(
         f"{cluster.actor_num_gpus_per_node} = {ranks}"
     )
     return [Problem(", ".join(sizes), tuple(sizes.values()), remedy)]
+
+
+def _alternatives(allowed: tuple[str | None, ...]) -> str:
+    values = [value for value in allowed if value is not None]
+    return f"use {' or '.join(values)}" if values else "leave it out"
 
 
 def _expert_width(args: argparse.Namespace) -> int | None:

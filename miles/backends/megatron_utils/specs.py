@@ -48,6 +48,8 @@ def block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubm
         raise ConfigError([Problem("--transformer-impl", config.transformer_impl, remedy)])
     if not use_engine:
         _check_local(config)
+        if config.num_moe_experts and config.moe_grouped_gemm and not vp_stage:
+            _log_experts()
     block = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=use_engine,
@@ -105,7 +107,10 @@ def _check_local(config: Any) -> None:
         problems.append(Problem("--fp8-format", config.fp8, engine))
     if problems:
         raise ConfigError(problems)
-    if config.num_moe_experts and config.moe_grouped_gemm and distributed.rank() == 0:
+
+
+def _log_experts() -> None:
+    if distributed.rank() == 0:
         log.info("experts run one after the other: grouped GEMM needs Transformer Engine")
 
 

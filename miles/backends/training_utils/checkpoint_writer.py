@@ -7,6 +7,7 @@ throughout.
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,24 @@ log = logging.get(__name__)
 class CheckpointWriter:
     """``prepare``, then ``write``; at most one of them is under way.
 
-    ``entries`` are glob patterns of all that the backend writes into a step.
+    ``entries`` are glob patterns of all that the backend writes into a step; ``timeout_minutes``
+    bounds what ranks wait for each other.
     """
 
-    def __init__(self, config: CheckpointConfig, backend: str, entries: Sequence[str]) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        backend: str,
+        entries: Sequence[str],
+        timeout_minutes: float,
+    ) -> None:
         self._config = config
         self._backend = backend
         self._entries = entries
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.in_flight: Future[None] | None = None
         # Its own group: a save in the background must not meet the collectives of training.
-        group = dist.new_group(backend="gloo")
+        group = dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
 

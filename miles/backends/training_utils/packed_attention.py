@@ -104,6 +104,8 @@ def attend_rows(
     """Each row of the batch is one document: ``[B, H, L, D]`` to ``[B, L, H, D]``."""
     num_rows, _, length, _ = query.shape
     if sliding_window is None or length <= sliding_window:
+        if query.device.type == "cuda" and not kernel_runs(query):
+            key, value = _repeated(query, key, value)
         out = functional.scaled_dot_product_attention(
             query, key, value, is_causal=length > 1, scale=scale, enable_gqa=True
         )
@@ -128,11 +130,16 @@ def attend_end(
     positions = torch.arange(num_keys, device=query.device)
     back = positions[num_keys - num_queries :, None] - positions
     mask = back >= 0 if sliding_window is None else (back >= 0) & (back < sliding_window)
-    # With a mask, PyTorch's fused kernels know no grouped queries.
-    repeats = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+    key, value = _repeated(query, key, value)
     out = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     return out.transpose(1, 2).contiguous()
+
+
+def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """One key and one value head for each query head. With a mask, and on a GPU in fp32, PyTorch's
+    fused kernels know no grouped queries: it would hold all scores, queries × keys, instead."""
+    repeats = query.shape[1] // key.shape[1]
+    return key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
 
 
 def attend_segments(  # noqa: PLR0913

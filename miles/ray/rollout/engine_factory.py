@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,20 @@ def choose_engine(config: MilesConfig) -> str:
     return "embedded"
 
 
+def require_one_machine(placement: Placement, here: str) -> None:
+    """The embedded server listens on loopback: all slots must be on the machine of the driver.
+
+    Raises ``JobError``.
+    """
+    elsewhere = sorted({slot.node_ip for slot in placement.slots} - {here})
+    if elsewhere:
+        raise JobError(
+            f"the embedded engine serves one machine alone, but of the reserved slots some are on "
+            f"{', '.join(elsewhere)} and not on {here}: ask for no more slots than {here} has "
+            "(--actor-num-nodes, --actor-num-gpus-per-node, --rollout-num-gpus)"
+        )
+
+
 class EngineHolder:
     """Ray actor that owns one engine server process; when it ends, so does the server."""
 
@@ -140,19 +154,23 @@ class EngineHolder:
 
 
 class EngineGroup:
-    """All engines of a job."""
+    """All engines of a job. Raises ``JobError`` for a placement that they cannot serve."""
 
     def __init__(
         self, config: MilesConfig, layout: Layout, placement: Placement, log_dir: Path
     ) -> None:
         self._config = config
-        self._launch = LAUNCHERS.load(choose_engine(config))
+        kind = choose_engine(config)
+        if kind == "embedded":
+            require_one_machine(placement, ray.util.get_node_ip_address())
+        self._launch = LAUNCHERS.load(kind)
         self._placement = placement
         self._log_dir = log_dir
         self._slots = layout.engine_slots
         self._holders = [self._new_holder(index) for index in range(len(self._slots))]
         self._urls: list[str] = [""] * len(self._slots)
         self._generation = 0
+        self._released: set[str] = set()
 
     @property
     def addresses(self) -> EngineAddresses:
@@ -190,7 +208,10 @@ class EngineGroup:
         return [index for index, answer in enumerate(answers) if not answer]
 
     async def restart(self, index: int) -> None:
-        """Replace an engine. It comes up with the checkpoint's weights: sync before using it."""
+        """Replace an engine. It comes up with the checkpoint's weights: sync before using it.
+
+        It gives up the memory that the others have given up.
+        """
         with contextlib.suppress(RayError):
             logger.warning(
                 "engine %d ended; its last lines:\n%s",
@@ -201,13 +222,17 @@ class EngineGroup:
         kill(self._holders[index])
         self._holders[index] = self._new_holder(index)
         await self._start(index)
+        if self._released:
+            await self._each("release_memory", sorted(self._released), [self._urls[index]])
         self._generation += 1
 
     async def release_memory(self, tags: list[str]) -> None:
-        await self._each("release_memory", tags)
+        await self._each("release_memory", tags, self._urls)
+        self._released |= set(tags)
 
     async def resume_memory(self, tags: list[str]) -> None:
-        await self._each("resume_memory", tags)
+        await self._each("resume_memory", tags, self._urls)
+        self._released -= set(tags)
 
     def log_file(self, index: int) -> Path:
         return self._log_dir / f"engine_{index}.log"
@@ -235,7 +260,7 @@ class EngineGroup:
             f"engine {index}", self._holders[index].start.remote(launch), during="start"
         )
 
-    async def _each(self, method: str, tags: list[str]) -> None:
+    async def _each(self, method: str, tags: list[str], urls: Sequence[str]) -> None:
         async def one(url: str) -> None:
             client = EngineClient(url, timeout_s=self._config.weight_sync.update_weight_timeout_s)
             try:
@@ -244,6 +269,6 @@ class EngineGroup:
                 await client.close()
 
         try:
-            await asyncio.gather(*(one(url) for url in self._urls))
+            await asyncio.gather(*(one(url) for url in urls))
         except RuntimeError as error:
             raise JobError(f"engines failed to {method.replace('_', ' ')}: {error}") from error

@@ -24,6 +24,8 @@ from miles.rollout.prompts import eval_sources, make_source, reads_prompts
 
 STATE_FILE = "rollout_state.msgpack"
 
+log = logging.get(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratedBatch:
@@ -80,11 +82,11 @@ class RolloutManager:
         if record is not None:
             debug_data.save_groups(record, rollout_id, output.groups)
         metrics = {**batch.batch_metrics(output.groups, self._config), **output.metrics}
-        log = load_hook(
+        hook = load_hook(
             "custom_rollout_log_function_path", self._config.hooks.custom_rollout_log_function_path
         )
-        if log is not None:
-            metrics = log(rollout_id, output.groups, metrics)
+        if hook is not None:
+            metrics = hook(rollout_id, output.groups, metrics)
         metrics = numbers(metrics, "--custom-rollout-log-function-path or a rollout function")
         shards = batch.make_batches(output.groups, self._config, rollout_id, dp_size)
         return GeneratedBatch(
@@ -104,12 +106,12 @@ class RolloutManager:
         metrics, samples = await evaluate(
             rollout_id, self._eval_sets, self._config, self._pool, self._tokenizer
         )
-        log = load_hook(
+        hook = load_hook(
             "custom_eval_rollout_log_function_path",
             self._config.hooks.custom_eval_rollout_log_function_path,
         )
-        if log is not None:
-            metrics = log(rollout_id, samples, metrics)
+        if hook is not None:
+            metrics = hook(rollout_id, samples, metrics)
         return numbers(metrics, "--custom-eval-rollout-log-function-path")
 
     async def save(self, folder: str) -> None:
@@ -133,6 +135,8 @@ class RolloutManager:
         state = msgspec.msgpack.decode(path.read_bytes())
         if self._source is not None and state["source"] is not None:
             self._source.load_state_dict(state["source"])
+        elif self._source is not None:
+            log.warning("%s was trained on recorded rollouts: prompts start from the first", folder)
         if self._collector is not None and state["collector"] is not None:
             self._collector.load_state_dict(state["collector"])
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from miles.config.root import MilesConfig
 from miles.ray.errors import call, kill
@@ -15,7 +16,10 @@ class RolloutService:
     """Starts the manager's actor and calls it."""
 
     def __init__(self, config: MilesConfig) -> None:
-        self._actor: Any = ray.remote(RolloutManager).options(num_cpus=0).remote(config)
+        # Where the driver is: it reads the same files, and reaches engines that serve one machine.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options = {"num_cpus": 0, "scheduling_strategy": here}
+        self._actor: Any = ray.remote(RolloutManager).options(**options).remote(config)
 
     async def start(self) -> int | None:
         """Load prompts; return the number of an epoch, ``None`` for recorded rollouts."""

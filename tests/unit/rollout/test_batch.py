@@ -132,13 +132,13 @@ def test_a_reward_object_needs_its_key() -> None:
     with pytest.raises(ValueError, match="--reward-key must name"):
         one_batch(groups, config)
     missing = dataclasses.replace(config, reward=RewardConfig(reward_key="format"))
-    with pytest.raises(ValueError, match="sample 1: --reward-key 'format'"):
+    with pytest.raises(ValueError, match="sample 1: the reward has no 'format'"):
         one_batch(groups, missing)
 
 
 @pytest.mark.parametrize("reward", [None, math.nan, math.inf, "good"])
 def test_a_reward_that_is_no_number_names_its_sample(reward: Any) -> None:
-    with pytest.raises(ValueError, match="sample 7: reward"):
+    with pytest.raises(ValueError, match="sample 7: the reward"):
         one_batch([[made_sample(reward, index=7)]])
 
 

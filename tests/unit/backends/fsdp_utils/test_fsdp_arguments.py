@@ -82,3 +82,9 @@ def test_flags_of_the_other_backend_are_refused_by_name(flag: str, remedy: str) 
 
 def test_a_slip_of_the_pen_is_left_to_others() -> None:
     assert refuse(Foreign(name="--rollout-batch", words=("2",))) is None
+
+
+def test_a_refusal_names_the_file_that_the_flag_stands_in() -> None:
+    problem = refuse(Foreign(name="--sequence-parallel", words=(), file="run.yaml"))
+    assert problem is not None
+    assert problem.remedy.endswith("(in run.yaml)")

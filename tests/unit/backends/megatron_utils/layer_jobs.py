@@ -16,6 +16,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp2_sp": {"tensor_model_parallel_size": 2},
     "cp2": {"context_parallel_size": 2},
     "cp2_packed": {"context_parallel_size": 2},
+    "cp2_recomputed_packed": {"context_parallel_size": 2},
 }
 
 
@@ -91,6 +92,8 @@ def _run_layer(layout: str) -> dict[str, Any]:
     config = make_config(
         sequence_parallel=layout == "tp2_sp",
         pipeline_dtype=torch.float32,
+        recompute_granularity="selective" if "recomputed" in layout else None,
+        recompute_modules=["core_attn"],
         **sizes,
     )
     torch.manual_seed(3)

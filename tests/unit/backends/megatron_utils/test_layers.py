@@ -49,12 +49,11 @@ def test_the_weight_is_marked_for_the_sum_over_sequence_parallel_ranks() -> None
     assert RMSNorm(config=config_of(torch.float32), hidden_size=4).weight.sequence_parallel is True
 
 
-@pytest.mark.parametrize("layout", ["tp2_sp", "tp2", "cp2", "cp2_packed"])
+@pytest.mark.parametrize("layout", ["tp2_sp", "tp2", "cp2", "cp2_packed", "cp2_recomputed_packed"])
 def test_a_layer_on_two_ranks_equals_one_rank(megatron_ranks: Ranks, layout: str) -> None:
     """Output and the gradient of every norm, also those of queries and keys."""
-    whole = megatron_ranks.run_well(layer_jobs.run_layer, "one_packed", num_ranks=1)[0]
-    if layout != "cp2_packed":
-        whole = megatron_ranks.run_well(layer_jobs.run_layer, "one", num_ranks=1)[0]
+    one = "one_packed" if layout.endswith("packed") else "one"
+    whole = megatron_ranks.run_well(layer_jobs.run_layer, one, num_ranks=1)[0]
     first, second = megatron_ranks.run_well(layer_jobs.run_layer, layout, num_ranks=2)
     assert set(first["gradients"]) == set(whole["gradients"])
     assert len(whole["gradients"]) == 4

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from miles.backends.megatron_utils import arguments, machine, namespace, package, refusals
+from miles.backends.megatron_utils import (
+    architecture,
+    arguments,
+    machine,
+    namespace,
+    package,
+    refusals,
+)
+from miles.config.command_line import Foreign, read_command_line
 from miles.config.errors import ConfigError
 from miles.config.root import MilesConfig
 from miles.utils.arguments import parse_args, read_config
@@ -154,14 +162,6 @@ def test_vocabularies_are_padded_for_every_tensor_parallel_rank(
     assert args.sequence_parallel
 
 
-def test_pipeline_stages_take_micro_batches_of_any_length(
-    line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = in_a_trainer(line("--pipeline-model-parallel-size", "2"), monkeypatch)
-    assert args.variable_seq_lengths
-    assert not in_a_trainer(line(), monkeypatch).variable_seq_lengths
-
-
 def test_context_parallelism_is_megatrons_too_and_scales_the_budget(
     line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +301,20 @@ def test_a_missing_megatron_is_the_problem_beside_unknown_flags(
         arguments.parse(MilesConfig())
 
 
+def test_a_run_that_does_not_train_needs_no_megatron(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(package, "_find", lambda: None)
+    config, _ = read_config(line("--debug-rollout-only", "--num-layers", "2"))
+    assert config.megatron_argv == ()
+    assert set(problems(line("--debug-rollout-only", "--numlayers", "2"))) == {"--numlayers"}
+
+
+@pytest.mark.parametrize("flag", ["--actor-num-gpus-per-node", "--context-parallel-size"])
+def test_a_number_of_ranks_below_one_is_one_problem(line: Line, flag: str) -> None:
+    assert list(problems(line(flag, "0"))) == [flag]
+
+
 def test_a_refusal_in_a_trainer_process_is_a_config_error(
     line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,12 +361,11 @@ def test_help_megatron_lists_its_groups_without_what_is_refused(
         assert refused not in text
 
 
-def test_a_family_that_needs_a_spec_gets_it_even_beside_given_flags(tmp_path: Path) -> None:
-    pytest.importorskip("transformers.models.qwen3_5")
+def made_directory(folder: Path, kind: str, **fields: Any) -> MilesConfig:
+    """A config with a checkpoint of this architecture and two trainer ranks."""
     from transformers import AutoConfig
 
-    text: dict[str, Any] = {
-        "model_type": "qwen3_5_text",
+    sizes = {
         "num_hidden_layers": 4,
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -361,25 +374,46 @@ def test_a_family_that_needs_a_spec_gets_it_even_beside_given_flags(tmp_path: Pa
         "head_dim": 16,
         "vocab_size": 64,
     }
-    AutoConfig.for_model("qwen3_5", text_config=text).save_pretrained(tmp_path)
+    settings = {**sizes, **fields} if kind != "qwen3_5" else {"text_config": sizes}
+    AutoConfig.for_model(kind, **settings).save_pretrained(folder)
     for name in ("tokenizer.json", "model.safetensors"):
-        (tmp_path / name).write_text("{}")
-    base = ["--hf-checkpoint", str(tmp_path), "--rollout-num-gpus", "1"]
-    argv, _, _ = arguments.check(read_only(base), ())
-    spec = argv.index("--spec")
-    assert argv[spec + 1 : spec + 3] == ("miles_plugins.models.qwen3_5", "get_qwen3_5_spec")
-    from miles.config.command_line import Foreign
-
-    layers = Foreign(name="--num-layers", words=("4",))
-    argv, found, _ = arguments.check(read_only(base), (layers,))
-    assert "--spec" in argv
-    assert len(found) == 1
+        (folder / name).write_text("{}")
+    argv = ["--hf-checkpoint", str(folder), "--actor-num-gpus-per-node", "2"]
+    return read_command_line([*argv, "--rollout-num-gpus", "1"]).config
 
 
-def read_only(argv: list[str]) -> MilesConfig:
-    from miles.config.command_line import read_command_line
+def test_a_family_that_needs_a_spec_gets_it_even_beside_given_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(architecture, "QWEN3_5_SPEC", "os.path join")
+    config = made_directory(tmp_path, "qwen3_5")
+    for foreign in ([], [Foreign(name="--num-layers", words=("4",))]):
+        argv, _, _ = arguments.check(config, foreign)
+        spec = argv.index("--spec")
+        assert argv[spec + 1 : spec + 3] == ("os.path", "join")
 
-    return read_command_line(argv).config
+
+@pytest.mark.parametrize("words", [("nowhere.at_all", "spec"), ("os.path", "nothing"), ("os",)])
+def test_a_spec_that_cannot_be_imported_is_refused(line: Line, words: tuple[str, ...]) -> None:
+    assert list(problems(line("--spec", *words))) == ["--spec"]
+
+
+def test_routers_of_a_mixture_train_by_the_algorithms_loss_alone_unless_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = made_directory(tmp_path, "qwen3_moe", num_experts=4, moe_intermediate_size=24)
+    found = []
+    for foreign in ([], [Foreign(name="--moe-aux-loss-coeff", words=("0.01",))]):
+        argv, wrong, _ = arguments.check(config, foreign)
+        assert wrong == []
+        args = arguments.parse(replace(config, megatron_argv=argv))
+        assert args.num_experts == 4
+        assert (args.moe_router_dtype, args.moe_token_dispatcher_type) == ("fp32", "alltoall")
+        found.append((args.moe_router_load_balancing_type, args.moe_aux_loss_coeff))
+    assert found == [("none", 0.0), ("aux_loss", 0.01)]
 
 
 def test_the_parser_has_each_flag_once() -> None:

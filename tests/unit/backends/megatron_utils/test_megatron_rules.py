@@ -159,3 +159,9 @@ def test_what_only_transformer_engine_can_do_is_refused_without_it(parser: Any) 
     line += " --fp8-format e4m3 --use-precision-aware-optimizer --exp-avg-dtype fp8"
     assert flags(parser, line) == ["--transformer-impl", "--fp8-format", "--exp-avg-dtype"]
     assert found(parser, f"{DENSE} --use-precision-aware-optimizer --exp-avg-dtype bf16") == []
+
+
+def test_narrow_moments_need_the_optimizer_that_has_them(parser: Any) -> None:
+    line = f"{DENSE} --exp-avg-dtype bf16 --main-grads-dtype bf16"
+    assert flags(parser, line) == ["--main-grads-dtype", "--exp-avg-dtype"]
+    assert found(parser, f"{line} --use-precision-aware-optimizer") == []

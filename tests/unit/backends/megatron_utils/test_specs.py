@@ -60,6 +60,16 @@ def test_a_sparse_model_has_experts_where_its_layer_frequency_says(megatron_rank
     assert found["logits"] == [2, 6, 64]
 
 
+def test_one_line_says_that_experts_are_not_grouped(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="miles")
+    config = make_config(num_moe_experts=4, moe_grouped_gemm=True)
+    for vp_stage in (None, 1):
+        block_spec(config, vp_stage)
+    assert [r.message for r in caplog.records] == [
+        "experts run one after the other: grouped GEMM needs Transformer Engine"
+    ]
+
+
 def test_without_the_flag_queries_and_keys_have_no_norm() -> None:
     (layer, _) = block_spec(make_config(qk_layernorm=False)).layer_specs or []
     attention = get_submodules(get_submodules(layer).self_attention)

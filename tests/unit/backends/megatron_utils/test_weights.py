@@ -173,7 +173,7 @@ FAULTS = {
     "surplus": ("CheckpointDirError", "no place for: model.layers.1.mlp.up_proj.bias"),
     "shape": ("ValueError", r"make \(80, 32\) for decoder.layers.1.mlp.linear_fc1.weight"),
     "damaged": ("CheckpointDirError", "model.safetensors is damaged"),
-    "short": ("ValueError", "the model has no parameter for: model.layers.3"),
+    "short": ("ValueError", "the model has no parameter for: model.layers.2"),
 }
 
 
