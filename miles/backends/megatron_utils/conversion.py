@@ -2,6 +2,7 @@
 ranks; ``tools/convert_*.py`` are the command lines.
 """
 
+import argparse
 import dataclasses
 import math
 import os
@@ -55,7 +56,8 @@ def hf_to_torch_dist(hf_checkpoint: str, save: str, megatron_flags: Sequence[str
     """
     _check_target(save)
     config = _config(hf_checkpoint, CheckpointConfig(save=save), megatron_flags)
-    with _model(config) as state:
+    with _joined(config) as args:
+        state = TrainerState(args=args, chunks=build_chunks(args, trainable=False))
         load_hf(state.chunks, _converter(hf_checkpoint), hf_checkpoint)
         checkpoint.save_weights(save, state, {"source": hf_checkpoint})
 
@@ -71,11 +73,12 @@ def torch_dist_to_hf(
     """
     config = _config(hf_checkpoint, CheckpointConfig(load=load), megatron_flags)
     converter, files = _converter(hf_checkpoint), HFFiles(hf_checkpoint)
-    with _model(config) as state:
+    with _joined(config) as args:
         step = checkpoint.find_weights("--load", load)
         if step is None:
             remedy = "is a Hugging Face directory already; --load takes a torch_dist checkpoint"
             raise ConfigError([Problem("--load", load, remedy)])
+        state = TrainerState(args=args, chunks=build_chunks(args, trainable=False))
         checkpoint.load_weights(step, state)
         others = [name for name in files.headers if name.startswith(converter.not_trained)]
         tensors = [*exported(converter, files), *(files.headers[name] for name in others)]
@@ -143,23 +146,23 @@ def _layout(hf_checkpoint: str, given: Sequence[Foreign], num_ranks: int) -> lis
     """Without a layout, layers and then experts are spread over the ranks as far as they divide."""
     if num_ranks == 1 or any(flag.name in _LAYOUT for flag in given):
         return []
-    config = hf.load_config(hf_checkpoint).get_text_config()
-    stages = math.gcd(config.num_hidden_layers, num_ranks)
+    text_config = hf.load_config(hf_checkpoint).get_text_config()
+    stages = math.gcd(text_config.num_hidden_layers, num_ranks)
     sizes = {"pipeline-model-parallel-size": stages}
-    num_experts = config.to_dict().get("num_experts")
+    # Under the name that transformers' classes share; in config.json it is spelled otherwise.
+    num_experts = getattr(text_config, "num_experts", None)
     if num_experts:
         sizes["expert-model-parallel-size"] = math.gcd(num_experts, num_ranks // stages)
     return [Foreign(name=f"--{name}", words=(str(size),)) for name, size in sizes.items()]
 
 
 @contextmanager
-def _model(config: MilesConfig) -> Generator[TrainerState]:
-    """The model of this process's ranks, whose weights are not set yet."""
+def _joined(config: MilesConfig) -> Generator[argparse.Namespace]:
+    """Megatron's arguments, with its process groups."""
     with _environment():
         distributed.init_process_group(config.cluster.distributed_timeout_minutes)
         try:
-            args = initialize(config)
-            yield TrainerState(args=args, chunks=build_chunks(args, trainable=False))
+            yield initialize(config)
         finally:
             destroy()
             distributed.destroy_process_group()
