@@ -1,4 +1,4 @@
-"""In every layout of a backend engines get the checkpoint's weights first, then the trained ones."""
+"""In every layout of a backend engines get the checkpoint's weights, then the trained ones."""
 
 from collections.abc import Iterator
 from dataclasses import replace
