@@ -1,5 +1,6 @@
 """What the tests of this folder run on trainer ranks, beside the jobs of the CPU tests."""
 
+import gc
 from typing import Any
 
 import torch
@@ -53,7 +54,9 @@ def memory_of_a_megatron_step(
 
 
 def memory_around_sleep(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
-    """Bytes of this rank awake and asleep, twice over, and the weights around it."""
+    """Bytes of this rank's actor awake and asleep, twice over, and the weights around it."""
+    gc.collect()
+    others = device.memory_stats().allocated_bytes
     actor: Any = BACKENDS.load(config.cluster.train_backend)()
     actor.init(config)
     actor.train(0, rollouts[0][actor.parallel.dp_rank])
@@ -61,9 +64,9 @@ def memory_around_sleep(config: MilesConfig, rollouts: list[list[TrainBatch]]) -
     awake: list[int] = []
     asleep: list[int] = []
     for _ in range(2):
-        awake.append(device.memory_stats().allocated_bytes)
+        awake.append(device.memory_stats().allocated_bytes - others)
         actor.sleep()
-        asleep.append(device.memory_stats().allocated_bytes)
+        asleep.append(device.memory_stats().allocated_bytes - others)
         actor.wake_up()
     after = weights_of(actor)
     stats = actor.train(1, rollouts[1][actor.parallel.dp_rank])
