@@ -5,7 +5,7 @@ ranks; ``tools/convert_*.py`` are the command lines.
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -153,16 +153,35 @@ def _layout(hf_checkpoint: str, given: Sequence[Foreign], num_ranks: int) -> lis
 
 
 @contextmanager
-def _model(config: MilesConfig) -> Iterator[TrainerState]:
+def _model(config: MilesConfig) -> Generator[TrainerState]:
     """The model of this process's ranks, whose weights are not set yet."""
-    if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
-        os.environ["MASTER_PORT"] = str(distributed.host_rendezvous("127.0.0.1"))
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    distributed.init_process_group(config.cluster.distributed_timeout_minutes)
+    with _environment():
+        distributed.init_process_group(config.cluster.distributed_timeout_minutes)
+        try:
+            args = initialize(config)
+            yield TrainerState(args=args, chunks=build_chunks(args, trainable=False))
+        finally:
+            destroy()
+            distributed.destroy_process_group()
+
+
+@contextmanager
+def _environment() -> Generator[None]:
+    """torchrun's variables for a process that it did not start."""
+    if "RANK" in os.environ:
+        yield
+        return
+    alone = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(distributed.host_rendezvous("127.0.0.1")),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    os.environ.update(alone)
     try:
-        args = initialize(config)
-        yield TrainerState(args=args, chunks=build_chunks(args, trainable=False))
+        yield
     finally:
-        destroy()
-        distributed.destroy_process_group()
+        for name in alone:
+            del os.environ[name]
