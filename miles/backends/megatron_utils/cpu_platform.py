@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors  # pyright: ignore[reportPrivateUsage]
 
+from miles.backends.megatron_utils import uneven
+
 _CPU = torch.device("cpu")
 
 _DEVICE = types.SimpleNamespace(
@@ -194,10 +196,13 @@ def patch_megatron() -> None:
 def megatron_functions() -> list[tuple[types.ModuleType, str, Callable[..., Any]]]:
     """What :func:`patch_megatron` replaces: module, name, replacement."""
     # Importing Megatron before torch is patched would bind the originals.
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer.moe import token_dispatcher
 
+    gather, scatter = "_gather_along_first_dim", "_reduce_scatter_along_first_dim"
     return [
+        (mappings, gather, uneven.gather(getattr(mappings, gather))),
+        (mappings, scatter, uneven.reduce_scatter(getattr(mappings, scatter))),
         (random, "_get_cuda_rng_state", _cuda_rng_state),
         (random, "_set_cuda_rng_state", _set_cuda_rng_state),
         (token_dispatcher, "maybe_move_tensor_to_cpu", _on_host),

@@ -1,7 +1,10 @@
 """The layouts of ranks that are tested; the table of docs/training-backend.md is made from them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import pytest
 
 RECOMPUTE = (
     *("--recompute-granularity", "full"),
@@ -122,6 +125,14 @@ LAYOUTS = (
     Layout(model="moe", tp=2, pp=2, ep=4, dp=2, sequence_parallel=True),
     Layout(model="moe", tp=2, pp=2, cp=2, ep=2, etp=2, sequence_parallel=True),
 )
+
+
+def params(layouts: Iterable[Layout]) -> list[Any]:
+    """For ``parametrize``: those that are not quick run in ``make test-full`` alone."""
+    return [
+        pytest.param(layout, marks=() if layout.quick else (pytest.mark.full,), id=str(layout))
+        for layout in layouts
+    ]
 
 
 def table() -> str:

@@ -9,10 +9,12 @@ from scripts.made_models import make_qwen3, make_qwen3_moe
 
 
 def make_models(folder: Path) -> dict[str, Path]:
-    """``dense`` and ``tied`` (4 layers, 8 heads, 4 key heads), ``moe`` (4 layers, 8 experts)."""
+    """``dense``, ``other`` (the same with other weights) and ``tied`` (4 layers, 8 heads, 4 key
+    heads), ``moe`` (4 layers, 8 experts)."""
     shape = {"num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "head_dim": 8}
     return {
         "dense": make_qwen3(folder / "dense", tied=False, **shape),
+        "other": make_qwen3(folder / "other", tied=False, seed=1, **shape),
         "tied": make_qwen3(folder / "tied", tied=True, **shape),
         "moe": make_qwen3_moe(folder / "moe", num_layers=4),
     }
