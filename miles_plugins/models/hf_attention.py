@@ -106,7 +106,9 @@ class HFAttention(MegatronModule, ABC):
     def _attend_documents(self, hidden_TxH: Tensor, bounds: Tensor) -> Tensor:
         indices, rows_T = _documents(bounds).batches
         parts = [
-            self.attend(hidden_TxH.index_select(0, index_BxL.flatten()).unflatten(0, index_BxL.shape))
+            self.attend(
+                hidden_TxH.index_select(0, index_BxL.flatten()).unflatten(0, index_BxL.shape)
+            )
             for index_BxL in indices
         ]
         return torch.cat([part.flatten(0, 1) for part in parts]).index_select(0, rows_T)

@@ -24,7 +24,7 @@ from miles_plugins.models.hf_attention import HFAttention
 
 
 class GatedDeltaNet(HFAttention):
-    """Linear attention with the gated delta rule (Yang, Kautz and Hatamizadeh, arXiv:2412.06464)."""
+    """Linear attention by the gated delta rule (Yang, Kautz and Hatamizadeh, arXiv:2412.06464)."""
 
     def __init__(self, config: Any, layer_number: int, hf_config: Any, **others: Any) -> None:
         super().__init__(config, layer_number, **others)

@@ -16,6 +16,7 @@ from miles.backends.megatron_utils import cpu_platform
 cpu_platform.install()
 
 from miles.backends.megatron_utils import arguments, checkpoint  # noqa: E402
+from miles.backends.megatron_utils.bridge import Spec, converter_of  # noqa: E402
 from miles.backends.megatron_utils.chunks import build_chunks  # noqa: E402
 from miles.backends.megatron_utils.converters import Converter  # noqa: E402
 from miles.backends.megatron_utils.initialize import destroy, initialize  # noqa: E402
@@ -56,7 +57,7 @@ def hf_to_torch_dist(hf_checkpoint: str, save: str, megatron_flags: Sequence[str
     _check_target(save)
     config = _config(hf_checkpoint, CheckpointConfig(save=save), megatron_flags)
     with _model(config) as state:
-        load_hf(state.chunks, _converter(hf_checkpoint), hf_checkpoint)
+        load_hf(state.chunks, _converter(hf_checkpoint, state.args.spec), hf_checkpoint)
         checkpoint.save_weights(save, state, {"source": hf_checkpoint})
 
 
@@ -70,8 +71,9 @@ def torch_dist_to_hf(
     are copied. Raises ``ConfigError`` or ``CheckpointDirError``.
     """
     config = _config(hf_checkpoint, CheckpointConfig(load=load), megatron_flags)
-    converter, files = _converter(hf_checkpoint), HFFiles(hf_checkpoint)
+    files = HFFiles(hf_checkpoint)
     with _model(config) as state:
+        converter = _converter(hf_checkpoint, state.args.spec)
         step = checkpoint.find_weights("--load", load)
         if step is None:
             remedy = "is a Hugging Face directory already; --load takes a torch_dist checkpoint"
@@ -87,9 +89,9 @@ def torch_dist_to_hf(
         export_hf(save, hf_checkpoint, tensors, stream())
 
 
-def _converter(hf_checkpoint: str) -> Converter:
+def _converter(hf_checkpoint: str, spec: Spec) -> Converter:
     try:
-        return Converter.for_config(hf.load_config(hf_checkpoint))
+        return converter_of(hf.load_config(hf_checkpoint), spec)
     except ValueError as error:
         raise ConfigError([Problem("--hf-checkpoint", hf_checkpoint, str(error))]) from error
 
