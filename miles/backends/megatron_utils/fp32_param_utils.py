@@ -37,6 +37,21 @@ def marked_dtypes_kept() -> Generator[None]:
         training.Float16Module = before
 
 
+def number_marked_parameters(optimizer: Any) -> None:
+    """Have a distributed optimizer find each parameter's state where it is.
+
+    megatron-core 0.19 numbers the parameters of a group buffer by buffer, but lists the fp32 ones
+    first: with parameters of two dtypes it would save and load one's state as another's.
+    """
+    for part in optimizer.chained_optimizers:
+        if part.is_stub_optimizer or not hasattr(part, "model_param_group_index_map"):
+            continue
+        groups = zip(part.model_fp32_groups, part.model_float16_groups, strict=True)
+        for index, (fp32, float16) in enumerate(groups):
+            for order, parameter in enumerate([*fp32, *float16]):
+                part.model_param_group_index_map[parameter] = index, order
+
+
 class _Float16Module(Float16Module):
     def __init__(self, config: Any, module: nn.Module) -> None:
         marked = [p for p in module.parameters() if hasattr(p, _MARK)]
