@@ -143,10 +143,11 @@ def _layout(hf_checkpoint: str, given: Sequence[Foreign], num_ranks: int) -> lis
     """Without a layout, layers and then experts are spread over the ranks as far as they divide."""
     if num_ranks == 1 or any(flag.name in _LAYOUT for flag in given):
         return []
-    config = hf.load_config(hf_checkpoint).get_text_config()
-    stages = math.gcd(config.num_hidden_layers, num_ranks)
+    text_config = hf.load_config(hf_checkpoint).get_text_config()
+    stages = math.gcd(text_config.num_hidden_layers, num_ranks)
     sizes = {"pipeline-model-parallel-size": stages}
-    num_experts = config.to_dict().get("num_experts")
+    # Under the name that transformers' classes share; in config.json it is spelled otherwise.
+    num_experts = getattr(text_config, "num_experts", None)
     if num_experts:
         sizes["expert-model-parallel-size"] = math.gcd(num_experts, num_ranks // stages)
     return [Foreign(name=f"--{name}", words=(str(size),)) for name, size in sizes.items()]
