@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from miles.core.hf import tensor_names
 from miles.rollout.debug_data import load_groups
 from miles.utils.external_utils.command_utils import to_argv
+from scripts.made_models import make_qwen3_moe
 from tests.e2e.conftest import ROOT, metrics_of
 
 Runner = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -138,3 +140,17 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_numbers(
     rows = {row["step"]: training(row) for row in metrics_of(run_dir)}
     expected = {row["step"]: training(row) for row in metrics_of(tmp_path / "whole")}
     assert json.dumps(rows, sort_keys=True) == json.dumps(expected, sort_keys=True)
+
+
+@pytest.mark.full
+def test_a_mixture_of_experts_trains_and_its_experts_reach_the_engines(
+    run_train: Runner, base_flags: dict[str, Any], tmp_path: Path
+) -> None:
+    """The engines' weights are compared after every sync, one digest for each expert's matrix."""
+    model = make_qwen3_moe(tmp_path / "moe")
+    flags = {**base_flags, "hf-checkpoint": model, "save": tmp_path / "ckpt", "save-interval": 3}
+    exports = {"save-hf": tmp_path / "hf-{rollout_id}"}
+    result = run_train({**flags, **exports, "run-dir": tmp_path / "run"}, timeout=250)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [row["step"] for row in metrics_of(tmp_path / "run")][-1] == 3
+    assert tensor_names(str(tmp_path / "hf-2")) == tensor_names(str(model))

@@ -2,6 +2,7 @@
 ranks; ``tools/convert_*.py`` are the command lines.
 """
 
+import argparse
 import dataclasses
 import math
 import os
@@ -55,7 +56,8 @@ def hf_to_torch_dist(hf_checkpoint: str, save: str, megatron_flags: Sequence[str
     """
     _check_target(save)
     config = _config(hf_checkpoint, CheckpointConfig(save=save), megatron_flags)
-    with _model(config) as state:
+    with _joined(config) as args:
+        state = TrainerState(args=args, chunks=build_chunks(args, trainable=False))
         load_hf(state.chunks, _converter(hf_checkpoint), hf_checkpoint)
         checkpoint.save_weights(save, state, {"source": hf_checkpoint})
 
@@ -71,11 +73,12 @@ def torch_dist_to_hf(
     """
     config = _config(hf_checkpoint, CheckpointConfig(load=load), megatron_flags)
     converter, files = _converter(hf_checkpoint), HFFiles(hf_checkpoint)
-    with _model(config) as state:
+    with _joined(config) as args:
         step = checkpoint.find_weights("--load", load)
         if step is None:
             remedy = "is a Hugging Face directory already; --load takes a torch_dist checkpoint"
             raise ConfigError([Problem("--load", load, remedy)])
+        state = TrainerState(args=args, chunks=build_chunks(args, trainable=False))
         checkpoint.load_weights(step, state)
         others = [name for name in files.headers if name.startswith(converter.not_trained)]
         tensors = [*exported(converter, files), *(files.headers[name] for name in others)]
@@ -154,13 +157,12 @@ def _layout(hf_checkpoint: str, given: Sequence[Foreign], num_ranks: int) -> lis
 
 
 @contextmanager
-def _model(config: MilesConfig) -> Generator[TrainerState]:
-    """The model of this process's ranks, whose weights are not set yet."""
+def _joined(config: MilesConfig) -> Generator[argparse.Namespace]:
+    """Megatron's arguments, with its process groups."""
     with _environment():
         distributed.init_process_group(config.cluster.distributed_timeout_minutes)
         try:
-            args = initialize(config)
-            yield TrainerState(args=args, chunks=build_chunks(args, trainable=False))
+            yield initialize(config)
         finally:
             destroy()
             distributed.destroy_process_group()

@@ -91,11 +91,17 @@ class MegatronPolicyOps:
     def hf_weights(self) -> Iterator[NamedTensor]:
         if not self.store.asleep:
             self.model.synchronize_parameters()
-        yield from stream_hf(self.model.chunks, self._converter, self._files, self.store.read)
+        yield from stream_hf(
+            self.model.chunks,
+            self._converter,
+            self._files,
+            self.store.read,
+            fp16=self._config.precision.fp16,
+        )
 
     def exported(self) -> list[Header]:
         """What ``hf_weights`` yields, in its order."""
-        return exported(self._converter, self._files)
+        return exported(self._converter, self._files, fp16=self._config.precision.fp16)
 
     def sleep(self) -> None:
         """Free the device memory of weights, optimizer and gradients. Collective."""
