@@ -10,6 +10,7 @@ from miles.backends.training_utils import checkpoints
 from miles.config.errors import ConfigError
 from miles.config.root import MilesConfig
 from miles.core.hf import load_config
+from scripts.made_models import make_qwen3
 from tests.ranks import Ranks
 from tests.unit.backends.megatron_utils.checkpoint_jobs import (
     WHOLE,
@@ -34,6 +35,7 @@ TP2_PP2 = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-p
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 BF16 = {"precision": {"fp32": False}}
+FP16 = {"precision": {"fp32": False, "fp16": True}}
 
 
 def saving(config: MilesConfig, folder: Path, **fields: Any) -> MilesConfig:
@@ -51,6 +53,17 @@ def saving(config: MilesConfig, folder: Path, **fields: Any) -> MilesConfig:
         pytest.param(WHOLE, BF16, 1, 1, id="one bf16, optimizer whole"),
         pytest.param(WHOLE, {}, 2, 2, id="dp2 fp32, optimizer whole", marks=pytest.mark.full),
         pytest.param(TP2_PP2, BF16, 4, 1, id="tp2 pp2", marks=pytest.mark.full),
+        pytest.param(
+            "--initial-loss-scale 1024", FP16, 2, 2, id="dp2 fp16", marks=pytest.mark.full
+        ),
+        pytest.param(
+            "--use-precision-aware-optimizer --exp-avg-dtype bf16",
+            BF16,
+            2,
+            2,
+            id="dp2 bf16, narrow moments",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(  # noqa: PLR0913
@@ -329,6 +342,11 @@ def test_damaged_or_foreign_checkpoints_are_refused(
     assert "does not fit this model" in text
     assert "output_layer.weight" in text
 
+    longer = make_qwen3(tmp_path / "longer", alphabet="".join(map(chr, range(33, 160))))
+    other = make_config(longer)
+    text = refusal(megatron_ranks, dataclasses.replace(other, checkpoint=saved.checkpoint))
+    assert "its vocabulary has 96 tokens, the model's 160" in text
+
     whole = make_config(tiny_qwen3, WHOLE)
     text = refusal(megatron_ranks, dataclasses.replace(saved, megatron_argv=whole.megatron_argv))
     assert "--use-distributed-optimizer" in text
@@ -351,6 +369,28 @@ def test_damaged_or_foreign_checkpoints_are_refused(
     text = refusal(megatron_ranks, saved)
     assert str(shard) in text
     assert "step 1" in text
+
+
+def test_weights_are_found_in_a_converted_directory_alone(tmp_path: Path) -> None:
+    from miles.backends.megatron_utils.checkpoint import find_weights
+
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    (hf / "config.json").touch()
+    assert find_weights("--ref-load", str(hf)) is None
+    checkpoints.prepare_staging(tmp_path / "w", 0, [])
+    metadata = {"backend": "megatron", **checkpoints.WEIGHTS_ONLY}
+    step = checkpoints.publish(tmp_path / "w", 0, metadata)
+    assert find_weights("--ref-load", str(tmp_path / "w")) == step
+    for wrong in (tmp_path / "nothing", tmp_path):
+        with pytest.raises(ConfigError, match="--ref-load"):
+            find_weights("--ref-load", str(wrong))
+    checkpoints.prepare_staging(tmp_path / "other", 3, [])
+    inside = checkpoints.publish(tmp_path / "other", 3, {"backend": "fsdp"})
+    with pytest.raises(ConfigError, match="written by the fsdp backend"):
+        find_weights("--ref-load", str(tmp_path / "other"))
+    with pytest.raises(ConfigError, match="--ref-load"):
+        find_weights("--ref-load", str(inside))
 
 
 def test_left_overs_of_a_killed_save_are_removed_at_the_next_start(
