@@ -1,4 +1,4 @@
-"""Megatron's model chunks: building them, and running micro-batches through their schedule.
+"""Micro-batches through Megatron's chunks and schedules: log-probs, and gradients in the buffers.
 
 Every rank gets the same answers: log-probs of all response tokens, whatever part of the layers, of
 the vocabulary or of the sequences it holds.

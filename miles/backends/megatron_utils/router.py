@@ -29,7 +29,8 @@ class Router(TopKRouter):
             return super().routing(logits)
         self._padding = padding_mask.reshape(-1)
         self._num_tokens = (~self._padding).sum()
-        dist.all_reduce(self._num_tokens, group=self.tp_cp_group)
+        if self.tp_cp_group.size() > 1:
+            dist.all_reduce(self._num_tokens, group=self.tp_cp_group)
         # A mean over no token is not a number, and would stay one with a weight of 0.
         return super().routing(logits, padding_mask & (self._num_tokens > 0))
 
