@@ -8,6 +8,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -24,6 +26,8 @@ CHAT_TEMPLATE = (
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+_KEPT_IN_FP32 = (".linear_attn.A_log", ".linear_attn.norm.weight")
 
 
 def make_tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
@@ -103,9 +107,46 @@ def make_qwen3_moe(  # noqa: PLR0913
     return _write(Path(path), Qwen3MoeForCausalLM, config, alphabet, dtype, seed)
 
 
+def make_qwen3_5(
+    path: str | Path,
+    *,
+    alphabet: str = ALPHABET,
+    num_layers: int = 4,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Path:
+    """The text model of Qwen3.5: three layers of gated delta net, then one of attention.
+
+    In a narrower ``dtype`` the decay and the norm of the delta nets stay fp32, as in released
+    checkpoints.
+    """
+    config = Qwen3_5TextConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=num_layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=16,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+    )
+    return _write(Path(path), _qwen3_5, config, alphabet, dtype, seed)
+
+
+def _qwen3_5(config: Qwen3_5TextConfig) -> Qwen3_5ForCausalLM:
+    """With vectors that are not all alike, as training leaves them."""
+    model = Qwen3_5ForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
 def _write(
     path: Path,
-    model_class: Any,
+    make_model: Any,
     config: PreTrainedConfig,
     alphabet: str,
     dtype: torch.dtype,
@@ -119,7 +160,11 @@ def _write(
     config.bos_token_id = None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = model_class(config)
-    model.to(dtype).save_pretrained(path)
+        model: Any = make_model(config)
+    kept = {name: p.data for name, p in model.named_parameters() if name.endswith(_KEPT_IN_FP32)}
+    model.to(dtype)
+    for name, value in kept.items():
+        model.get_parameter(name).data = value
+    model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path

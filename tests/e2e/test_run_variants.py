@@ -15,7 +15,7 @@ from miles.core.hf import tensor_names
 from miles.rollout.debug_data import load_groups
 from miles.utils.external_utils.command_utils import to_argv
 from scripts.made_models import make_qwen3_moe
-from tests.e2e.conftest import ROOT, metrics_of
+from tests.e2e.conftest import BACKENDS, ROOT, metrics_of, with_backend
 
 Runner = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -83,9 +83,11 @@ def test_evaluation_reports_pass_at_k_and_events_reach_tensorboard(recorded: Pat
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_training_from_recorded_rollouts_equals_training_from_live_ones(
-    run_train: Runner, base_flags: dict[str, Any], tmp_path: Path
+    backend: str, run_train: Runner, base_flags: dict[str, Any], tmp_path: Path
 ) -> None:
+    base_flags = with_backend(base_flags, backend)
     record = tmp_path / "rollout-{rollout_id}.msgpack"
     live = run_train({**base_flags, "save-debug-rollout-data": record, "run-dir": tmp_path / "a"})
     assert live.returncode == 0, live.stdout + live.stderr
@@ -107,14 +109,16 @@ def test_a_run_without_trainer_starts_at_the_rollout_it_is_told_to(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_run_killed_at_any_moment_resumes_to_the_same_numbers(
+    backend: str,
     run_train: Runner,
     environment: dict[str, str],
     base_flags: dict[str, Any],
     tmp_path: Path,
 ) -> None:
     flags = {
-        **base_flags,
+        **with_backend(base_flags, backend),
         "num-rollout": 6,
         "save": tmp_path / "ckpt",
         "load": tmp_path / "ckpt",

@@ -88,7 +88,8 @@ def flags_of(hf_config: Any) -> Flags:
     if family is None:
         raise UnknownArchitecture(
             f"model_type {hf_config.model_type!r} has no conversion to Megatron; those that have: "
-            f"{', '.join(FAMILIES)} (--train-backend fsdp trains any model of transformers)"
+            f"{', '.join(FAMILIES)} (--train-backend fsdp trains any model of transformers; "
+            "a --spec module may bring one)"
         )
     return family(hf_config.get_text_config())
 
@@ -166,9 +167,12 @@ def _text(value: object) -> str:
     return "not given" if value is None or value is False else str(value)
 
 
-def _transformer(config: Any) -> Flags:
-    """What all families have: RMSNorm, SwiGLU, RoPE, grouped queries, no biases."""
-    _require(config, "hidden_act", "silu")
+def transformer_flags(config: Any) -> Flags:
+    """What all families have: RMSNorm, SwiGLU, RoPE, grouped queries, no biases; of a text config.
+
+    Raises ``UnknownArchitecture`` for what these flags cannot say.
+    """
+    require(config, "hidden_act", "silu")
     flags: Flags = {
         "num-layers": str(config.num_hidden_layers),
         "hidden-size": str(config.hidden_size),
@@ -216,20 +220,20 @@ def _rotary(config: Any) -> Flags:
 
 
 def _llama(config: Any) -> Flags:
-    _require(config, "attention_bias", False)
-    _require(config, "mlp_bias", False)
-    return _transformer(config)
+    require(config, "attention_bias", False)
+    require(config, "mlp_bias", False)
+    return transformer_flags(config)
 
 
 def _qwen2(config: Any) -> Flags:
-    _require(config, "use_sliding_window", False)
-    return {**_transformer(config), "add-qkv-bias": True}
+    require(config, "use_sliding_window", False)
+    return {**transformer_flags(config), "add-qkv-bias": True}
 
 
 def _qwen3(config: Any) -> Flags:
-    _require(config, "use_sliding_window", False)
-    _require(config, "attention_bias", False)
-    return {**_transformer(config), "qk-layernorm": True}
+    require(config, "use_sliding_window", False)
+    require(config, "attention_bias", False)
+    return {**transformer_flags(config), "qk-layernorm": True}
 
 
 def _qwen3_moe(config: Any) -> Flags:
@@ -255,8 +259,8 @@ def _is_sparse(config: Any, layer: int) -> bool:
 
 
 def _qwen3_5(config: Any) -> Flags:
-    _require(config, "attention_bias", False)
-    flags: Flags = {"spec": QWEN3_5_SPEC, **_transformer(config), "qk-layernorm": True}
+    require(config, "attention_bias", False)
+    flags: Flags = {"spec": QWEN3_5_SPEC, **transformer_flags(config), "qk-layernorm": True}
     percent = config.rope_parameters.get("partial_rotary_factor", 1.0)
     return {
         **flags,
@@ -267,7 +271,8 @@ def _qwen3_5(config: Any) -> Flags:
     }
 
 
-def _require(config: Any, field: str, value: object) -> None:
+def require(config: Any, field: str, value: object) -> None:
+    """Raise ``UnknownArchitecture`` where a config has another value than the one that is known."""
     found = config.to_dict().get(field, value)
     if found != value:
         raise UnknownArchitecture(f"{field} {found!r} is not supported (only {value!r})")

@@ -13,6 +13,7 @@ from typing import Any
 
 from miles.backends.megatron_utils import (
     architecture,
+    bridge,
     derive,
     machine,
     namespace,
@@ -107,7 +108,8 @@ def _check_values(
 ) -> Checked:
     """``broken`` options have their problem; that another value stands in is not one more."""
     given = {flag.name.removeprefix("--") for flag in own}
-    model, problems = _model(config)
+    spec = next((flag.words for flag in own if flag.name == "--spec"), None)
+    model, problems = _model(config, spec)
     if (
         model is None
         or min(config.cluster.num_train_ranks, config.cluster.context_parallel_size) < 1
@@ -177,7 +179,7 @@ def _validated(config: MilesConfig, argv: Sequence[str]) -> list[Problem]:
     return []
 
 
-def _model(config: MilesConfig) -> tuple[_Model | None, list[Problem]]:
+def _model(config: MilesConfig, spec: bridge.Spec) -> tuple[_Model | None, list[Problem]]:
     """``None`` without problems where the directory itself is at fault, which has its own rule."""
     path = config.rollout.hf_checkpoint
     if path is None:
@@ -188,7 +190,9 @@ def _model(config: MilesConfig) -> tuple[_Model | None, list[Problem]]:
         return None, []
     try:
         hf_config = hf.load_config(path)
-        return _Model(hf_config, architecture.flags_of(hf_config)), []
+        return _Model(hf_config, bridge.flags_of(hf_config, spec)), []
+    except bridge.BridgeError as error:
+        return None, [Problem("--spec", " ".join(spec or ()), str(error))]
     except (OSError, ValueError) as error:
         return None, [problem(config, "hf_checkpoint", remedy=str(error))]
 

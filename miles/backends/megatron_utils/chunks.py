@@ -11,6 +11,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.training import get_model
 from torch import nn
 
+from miles.backends.megatron_utils.fp32_param_utils import marked_dtypes_kept
 from miles.backends.megatron_utils.router import use_exact_routers
 from miles.backends.megatron_utils.specs import layer_spec
 from miles.core import device
@@ -54,7 +55,8 @@ def build_chunks(args: argparse.Namespace, *, trainable: bool) -> list[nn.Module
             vp_stage=vp_stage,
         )
 
-    with open(devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+    nowhere = open(devnull, "w", encoding="utf-8")  # noqa: SIM115
+    with nowhere, redirect_stdout(nowhere), marked_dtypes_kept():
         chunks = get_model(
             provide, ModelType.encoder_or_decoder, wrap_with_ddp=trainable, config=config
         )

@@ -17,6 +17,7 @@ from miles.backends.megatron_utils import cpu_platform
 cpu_platform.install()
 
 from miles.backends.megatron_utils import arguments, checkpoint  # noqa: E402
+from miles.backends.megatron_utils.bridge import Spec, converter_of  # noqa: E402
 from miles.backends.megatron_utils.chunks import build_chunks  # noqa: E402
 from miles.backends.megatron_utils.converters import Converter  # noqa: E402
 from miles.backends.megatron_utils.initialize import destroy, initialize  # noqa: E402
@@ -58,7 +59,7 @@ def hf_to_torch_dist(hf_checkpoint: str, save: str, megatron_flags: Sequence[str
     config = _config(hf_checkpoint, CheckpointConfig(save=save), megatron_flags)
     with _joined(config) as args:
         state = TrainerState(args=args, chunks=build_chunks(args, trainable=False))
-        load_hf(state.chunks, _converter(hf_checkpoint), hf_checkpoint)
+        load_hf(state.chunks, _converter(hf_checkpoint, args.spec), hf_checkpoint)
         checkpoint.save_weights(save, state, {"source": hf_checkpoint})
 
 
@@ -72,8 +73,9 @@ def torch_dist_to_hf(
     are copied. Raises ``ConfigError`` or ``CheckpointDirError``.
     """
     config = _config(hf_checkpoint, CheckpointConfig(load=load), megatron_flags)
-    converter, files = _converter(hf_checkpoint), HFFiles(hf_checkpoint)
+    files = HFFiles(hf_checkpoint)
     with _joined(config) as args:
+        converter = _converter(hf_checkpoint, args.spec)
         step = checkpoint.find_weights("--load", load)
         if step is None:
             remedy = "is a Hugging Face directory already; --load takes a torch_dist checkpoint"
@@ -90,9 +92,9 @@ def torch_dist_to_hf(
         export_hf(save, hf_checkpoint, tensors, stream())
 
 
-def _converter(hf_checkpoint: str) -> Converter:
+def _converter(hf_checkpoint: str, spec: Spec) -> Converter:
     try:
-        return Converter.for_config(hf.load_config(hf_checkpoint))
+        return converter_of(hf.load_config(hf_checkpoint), spec)
     except ValueError as error:
         raise ConfigError([Problem("--hf-checkpoint", hf_checkpoint, str(error))]) from error
 

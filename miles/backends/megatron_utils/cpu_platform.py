@@ -10,7 +10,6 @@ import functools
 import logging
 import sys
 import types
-import warnings
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
@@ -171,10 +170,8 @@ _state = {"torch": False, "megatron": False}
 def install() -> None:
     """Make ``import megatron.core`` and everything after it work here; call it before the import.
 
-    Where CUDA is available it only silences Megatron's warnings that Transformer Engine and Apex
-    are missing: this package has its own modules for what they would do.
+    Where CUDA is available it does nothing.
     """
-    warnings.filterwarnings("ignore", r"(Transformer Engine and )?Apex (is|are) not installed")
     if torch.cuda.is_available():
         return
     if not _state["torch"]:

@@ -84,7 +84,7 @@ def help_text() -> str:
 
 
 def validate(args: argparse.Namespace, config: MilesConfig) -> None:
-    """Give the shared options their values in ``config`` and let Megatron check and complete
+    """Give our options their values in ``config`` and let Megatron check and complete
     ``args``. Raises ``MegatronArgumentError``."""
     from megatron.training.arguments import (
         core_transformer_config_from_args,
@@ -102,9 +102,8 @@ def validate(args: argparse.Namespace, config: MilesConfig) -> None:
 
 
 def _values(args: argparse.Namespace, config: MilesConfig) -> Mapping[str, Any]:
-    """Options whose values are those of ``config`` or follow from how Miles drives Megatron."""
-    shared = {spec.dest for spec in flag_specs(MilesConfig) if spec.shared}
-    values = {dest: value for dest, value in values_of(config).items() if dest in shared}
+    """Options whose values are those of ``config`` or follow from how Miles drives Megatron. Ours
+    alone are there for hooks and specs."""
     model_size = (
         args.tensor_model_parallel_size
         * args.pipeline_model_parallel_size
@@ -114,7 +113,7 @@ def _values(args: argparse.Namespace, config: MilesConfig) -> Mapping[str, Any]:
     batch = {"micro_batch_size": 1, "global_batch_size": max(args.world_size // model_size, 1)}
     moe_grouped_gemm = args.moe_grouped_gemm and package.has_transformer_engine()
     return {
-        **values,
+        **values_of(config),
         **batch,
         "bf16": not (config.precision.fp16 or config.precision.fp32),
         "train_iters": total_optimizer_steps(config),

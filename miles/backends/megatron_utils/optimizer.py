@@ -14,6 +14,7 @@ from megatron.core.utils import get_model_config
 from megatron.training.training import get_megatron_optimizer_config
 from torch import Tensor, nn
 
+from miles.backends.megatron_utils.fp32_param_utils import number_marked_parameters
 from miles.backends.training_utils.schedule import learning_rate_at
 from miles.config.optimizer import OptimizerConfig
 from miles.contracts.types import StepStats
@@ -87,6 +88,7 @@ class Optimizer:
             config_overrides=overrides,
             use_gloo_process_groups=args.use_gloo_process_groups,
         )
+        number_marked_parameters(self.megatron)
         self.schedule = Schedule(self.megatron, args, config, total_steps)
         self._clip = config.clip_grad
         self._connect(args)

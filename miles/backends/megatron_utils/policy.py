@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from miles.backends.megatron_utils.bridge import converter_of
 from miles.backends.megatron_utils.checkpoint import find_weights, load_weights
 from miles.backends.megatron_utils.chunks import build_chunks
 from miles.backends.megatron_utils.converters import Converter
@@ -44,7 +45,7 @@ class MegatronPolicyOps:
         self.args = initialize(config)
         _call_hook("custom_megatron_init_path", config.hooks.custom_megatron_init_path, self.args)
         self.parallel = parallel_state()
-        self._files, self._converter = HFFiles(path), converter_of("--hf-checkpoint", path)
+        self._files, self._converter = HFFiles(path), self._converter_of("--hf-checkpoint", path)
         chunks = build_chunks(self.args, trainable=True)
         if not resumes:
             self._read_initial_weights(chunks)
@@ -148,9 +149,15 @@ class MegatronPolicyOps:
         if step is not None:
             load_weights(step, TrainerState(args=self.args, chunks=chunks))
         elif path is not None:
-            load_hf(chunks, converter_of("--ref-load", path), path)
+            load_hf(chunks, self._converter_of("--ref-load", path), path)
         else:
             load_hf(chunks, self._converter, self._files.directory)
+
+    def _converter_of(self, flag: str, path: str) -> Converter:
+        try:
+            return converter_of(load_config(path), self.args.spec)
+        except ValueError as error:
+            raise ConfigError([Problem(flag, path, str(error))]) from error
 
     def _torch_dist_reference(self) -> Path | None:
         path = self._config.algorithm.ref_load
@@ -182,14 +189,6 @@ def _call_hook(field: str, path: str | None, *arguments: Any) -> None:
     function = _load(field, path)
     if function is not None:
         function(*arguments)
-
-
-def converter_of(flag: str, path: str) -> Converter:
-    """The converter of a Hugging Face directory. Raises ``ConfigError``."""
-    try:
-        return Converter.for_config(load_config(path))
-    except ValueError as error:
-        raise ConfigError([Problem(flag, path, str(error))]) from error
 
 
 def _buffers(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:

@@ -152,6 +152,9 @@ def _fill_moments(optimizer: Any) -> None:
 def _content(args: Namespace) -> dict[str, Any]:
     """How the tensors lie in the directory: Megatron reads it back before anything else."""
     content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if args.spec is not None:
+        # Its layers may differ: each is stored under its own number, not as part of a stack.
+        content["non_homogeneous_layers"] = True
     if args.use_distributed_optimizer:
         content[_SHARDING] = _GATHERED
     return content

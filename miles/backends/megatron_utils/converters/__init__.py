@@ -1,6 +1,7 @@
 """Hugging Face checkpoints <-> Megatron tensors: a table of pure tensor functions per family.
 
-A new family is one small file with ``entries(text_config)`` and a line in ``FAMILIES``.
+A new family is one small file with ``entries(text_config)`` and a line in ``FAMILIES``, or in the
+``BRIDGE`` of a ``--spec`` module (``bridge.py``).
 """
 
 from collections.abc import Callable, Sequence
@@ -56,8 +57,14 @@ class Converter:
         if family is None:
             raise ValueError(
                 f"model_type {hf_config.model_type!r} has no converter to Megatron; there are: "
-                f"{', '.join(sorted(FAMILIES))}. The FSDP backend needs none."
+                f"{', '.join(sorted(FAMILIES))}. The FSDP backend needs none; a --spec module may "
+                "bring one."
             )
+        return cls.of_family(family, hf_config)
+
+    @classmethod
+    def of_family(cls, family: Family, hf_config: Any) -> "Converter":
+        """The same for a family that is not in the table of families."""
         return cls(family.entries(hf_config.get_text_config()), family.not_trained)
 
     def entries(self) -> Sequence[Entry]:

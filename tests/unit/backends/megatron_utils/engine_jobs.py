@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from miles.backends.megatron_utils.actor import MegatronTrainRayActor
-from miles.backends.megatron_utils.architecture import flags_of, to_argv
+from miles.backends.megatron_utils.architecture import to_argv
+from miles.backends.megatron_utils.bridge import flags_of
 from miles.backends.training_utils.packing import build_micro_batches
 from miles.config.algorithm import AlgorithmConfig
 from miles.config.checkpoint import CheckpointConfig
@@ -39,7 +40,8 @@ COMMON = (
 
 def make_config(model: Path, *flags: str, **groups: dict[str, Any]) -> MilesConfig:
     """fp32, packed rows of up to 40 tokens, steps of 4 samples; ``groups`` override by group."""
-    architecture = to_argv(flags_of(load_config(str(model))))
+    spec = flags[flags.index("--spec") + 1 :][:2] if "--spec" in flags else None
+    architecture = to_argv(flags_of(load_config(str(model)), spec))
     base: dict[str, Any] = {
         "cluster": ClusterConfig(train_backend="megatron", distributed_timeout_minutes=2),
         "rollout": RolloutConfig(hf_checkpoint=str(model), rollout_max_response_len=16),
@@ -168,3 +170,16 @@ def train_with_hooks(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> d
     made_hooks.seen.clear()
     result = train_rollouts(config, rollouts)
     return {"seen": list(made_hooks.seen), "weights": result["weights"]}
+
+
+def dtypes_of(config: MilesConfig) -> dict[str, Any]:
+    """Of this rank's parameters by global name, and of the optimizer's main copies and moments."""
+    from miles.backends.megatron_utils.shards import local_tensors
+
+    actor, _ = start(config)
+    found = {
+        "parameters": {n: str(t.dtype) for n, t in local_tensors(actor.ops.model.chunks).items()},
+        "optimizer": [str(t.dtype) for t in actor.ops.optimizer.state_tensors().values()],
+    }
+    actor.shutdown()
+    return found

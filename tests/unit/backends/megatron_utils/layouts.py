@@ -18,7 +18,7 @@ OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 class Layout:
     """Sizes of the axes: what is not given is 1."""
 
-    model: Literal["dense", "tied", "moe"] = "dense"
+    model: Literal["dense", "tied", "moe", "qwen3_5"] = "dense"
     tp: int = 1
     pp: int = 1
     vpp: int = 1
@@ -124,7 +124,24 @@ LAYOUTS = (
     ),
     Layout(model="moe", tp=2, pp=2, ep=4, dp=2, sequence_parallel=True),
     Layout(model="moe", tp=2, pp=2, cp=2, ep=2, etp=2, sequence_parallel=True),
+    Layout(model="qwen3_5"),
+    Layout(model="qwen3_5", packed=False),
+    Layout(model="qwen3_5", tp=2),
+    Layout(model="qwen3_5", tp=2, sequence_parallel=True, packed=False),
+    Layout(model="qwen3_5", pp=2),
+    Layout(model="qwen3_5", pp=2, vpp=2),
+    Layout(model="qwen3_5", cp=2),
+    Layout(model="qwen3_5", cp=2, packed=False),
+    Layout(model="qwen3_5", dp=2, flags=OVERLAP, note="overlapped communication"),
+    Layout(model="qwen3_5", tp=2, cp=2, sequence_parallel=True, quick=True),
+    Layout(model="qwen3_5", tp=2, pp=2, sequence_parallel=True, flags=RECOMPUTE, note="recompute"),
 )
+_NAMES = {
+    "dense": "Qwen3",
+    "tied": "Qwen3, tied embeddings",
+    "moe": "Qwen3-MoE",
+    "qwen3_5": "Qwen3.5",
+}
 
 
 def params(layouts: Iterable[Layout]) -> list[Any]:
@@ -145,9 +162,7 @@ def table() -> str:
         if layout.num_ranks == 1:
             continue
         sizes = (layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep, layout.etp, layout.dp)
-        model = "Qwen3-MoE" if layout.model == "moe" else "Qwen3"
-        model += ", tied embeddings" if layout.model == "tied" else ""
-        cells = [model, *map(str, sizes), "yes" if layout.sequence_parallel else ""]
+        cells = [_NAMES[layout.model], *map(str, sizes), "yes" if layout.sequence_parallel else ""]
         cells += ["packed" if layout.packed else "padded", layout.note]
         lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
     return "\n".join(lines)
