@@ -136,8 +136,8 @@ def read(step: Path, state: TrainerState) -> None:
     if state.ref is not None:
         _load_chunks(state.ref, loaded["ref"])
     if state.optimizer is not None and not state.optimizer.is_stub_optimizer:
-        _keep_own_settings(state.optimizer, loaded["optimizer"])
-        state.optimizer.load_state_dict(loaded["optimizer"])
+        saved = _with_own_settings(state.optimizer, loaded["optimizer"])
+        state.optimizer.load_state_dict(saved)
     if state.scheduler is not None and "opt_param_scheduler" in loaded:
         state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
 
@@ -217,20 +217,47 @@ def _named(chunks: Sequence[nn.Module]) -> dict[str, Any]:
     return {f"model{index}": model for index, model in enumerate(models)}
 
 
-def _keep_own_settings(optimizer: Any, loaded: dict[Any, Any]) -> None:
+def _with_own_settings(optimizer: Any, loaded: dict[Any, Any]) -> dict[Any, Any]:
     """A run goes on with its own flags: of the saved parameter groups it takes the step count.
 
-    Megatron would take all of them, and refuses groups whose learning rate is another.
+    Megatron would take all of them, and refuses groups whose learning rate is another. It also has
+    one optimizer or two, the second for experts, depending on the layout.
     """
+    holders = [loaded, *(value for key, value in loaded.items() if isinstance(key, int))]
+    saved = [group for holder in holders for group in _param_groups(holder)]
+    steps = {group["step"] for group in saved if "step" in group}
+    if len(steps) > 1:
+        raise ValueError(f"the parts of its optimizer took {sorted(steps)} steps")
+    counted = {"step": steps.pop()} if steps else {}
+    shared = {
+        key: holder[key]
+        for holder in holders
+        for key in ("grad_scaler", "param_state_sharding_type")
+        if key in holder
+    }
+    wrapped = any("optimizer" in holder for holder in holders)
     parts = optimizer.chained_optimizers
+    own: list[dict[Any, Any]] = []
     for number, part in enumerate(parts):
-        own = loaded[number] if len(parts) > 1 else loaded
-        groups = own.get("optimizer", own)["param_groups"]
-        if len(groups) != len(part.param_groups):
-            reason = f"its optimizer has {len(groups)} groups of parameters"
-            raise ValueError(f"{reason}, this run's {len(part.param_groups)}")
-        for saved, current in zip(groups, part.param_groups, strict=True):
-            saved |= {k: v for k, v in current.items() if k not in ("params", "step")}
+        state = loaded[number] if len(parts) > 1 else loaded
+        state = {key: value for key, value in state.items() if not isinstance(key, int)} | shared
+        inner = state.setdefault("optimizer", {}) if wrapped else state
+        # Where the optimizer is not sharded, which parameters are in which group.
+        members = [{k: g[k] for k in ("params",) if k in g} for g in _param_groups(state)]
+        members += [{}] * (len(part.param_groups) - len(members))
+        settings = [
+            {key: value for key, value in group.items() if key not in ("params", "step")}
+            for group in part.param_groups
+        ]
+        inner["param_groups"] = [
+            {**group, **chosen, **counted} for group, chosen in zip(members, settings, strict=False)
+        ]
+        own.append(state)
+    return dict(enumerate(own)) if len(parts) > 1 else own[0]
+
+
+def _param_groups(state: Mapping[Any, Any]) -> list[dict[str, Any]]:
+    return state.get("optimizer", state).get("param_groups", [])
 
 
 def _check_names(left_over: set[str], absent: set[str]) -> None:

@@ -109,10 +109,11 @@ def start(config: MilesConfig) -> int:
         return first
 
 
-def save_again(config: MilesConfig) -> None:
-    """Write what was read."""
+def save_again(config: MilesConfig) -> dict[str, Any]:
+    """What a start from ``--load`` finds; it is written again."""
     with running(config) as (actor, first):
         actor.save_model(first - 1)
+        return {"first": first, **report(actor)}
 
 
 def attempt_saves(

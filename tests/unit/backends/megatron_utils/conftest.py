@@ -7,6 +7,7 @@ import pytest
 
 from miles.backends.megatron_utils import cpu_platform
 from tests.ranks import Ranks
+from tests.unit.backends.megatron_utils.made_lines import Line, make_line
 from tests.unit.backends.megatron_utils.made_models import make_models
 
 cpu_platform.install()
@@ -22,6 +23,11 @@ def megatron_ranks() -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return make_models(tmp_path_factory.mktemp("megatron-models"))
+
+
+@pytest.fixture
+def line(tiny_qwen3: Path, tmp_path: Path) -> Line:
+    return make_line(tiny_qwen3, tmp_path)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,6 +9,8 @@ import pytest
 from miles.backends.training_utils import checkpoints
 from miles.config.errors import ConfigError
 from miles.config.root import MilesConfig
+from miles.core.hf import load_config
+from scripts.made_models import make_qwen3
 from tests.ranks import Ranks
 from tests.unit.backends.megatron_utils.checkpoint_jobs import (
     WHOLE,
@@ -25,14 +27,15 @@ from tests.unit.backends.megatron_utils.checkpoint_jobs import (
     train_rollouts,
     with_megatrons_own_loader,
 )
+from tests.unit.backends.megatron_utils.layouts import Layout
 
 SCHEDULE = {"lr": 1e-3, "lr_decay_style": "cosine", "lr_warmup_iters": 3}
 REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 2}
 TP2_PP2 = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
-VOCABULARY = 96
 BF16 = {"precision": {"fp32": False}}
+FP16 = {"precision": {"fp32": False, "fp16": True}}
 
 
 def saving(config: MilesConfig, folder: Path, **fields: Any) -> MilesConfig:
@@ -50,6 +53,17 @@ def saving(config: MilesConfig, folder: Path, **fields: Any) -> MilesConfig:
         pytest.param(WHOLE, BF16, 1, 1, id="one bf16, optimizer whole"),
         pytest.param(WHOLE, {}, 2, 2, id="dp2 fp32, optimizer whole", marks=pytest.mark.full),
         pytest.param(TP2_PP2, BF16, 4, 1, id="tp2 pp2", marks=pytest.mark.full),
+        pytest.param(
+            "--initial-loss-scale 1024", FP16, 2, 2, id="dp2 fp16", marks=pytest.mark.full
+        ),
+        pytest.param(
+            "--use-precision-aware-optimizer --exp-avg-dtype bf16",
+            BF16,
+            2,
+            2,
+            id="dp2 bf16, narrow moments",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(  # noqa: PLR0913
@@ -99,52 +113,66 @@ def test_the_layout_of_a_checkpoint(
     assert metadata["dtypes"]["model.norm.weight"] == "float32"
 
 
+MOVES = [
+    (Layout(tp=2, pp=2, sequence_parallel=True), Layout(), True),
+    (Layout(dp=2), Layout(tp=2, pp=2, sequence_parallel=True), True),
+    (
+        Layout(model="moe", ep=2, dp=2),
+        Layout(model="moe", tp=2, etp=2, sequence_parallel=True),
+        True,
+    ),
+    (Layout(tp=2), Layout(dp=4), False),
+    (Layout(model="tied", pp=2, dp=2), Layout(model="tied", pp=2, vpp=2), False),
+    (Layout(pp=2, vpp=2), Layout(cp=2), False),
+    (Layout(model="moe", pp=2), Layout(model="moe", ep=4, dp=4), False),
+    (
+        Layout(model="moe", tp=2, pp=2, ep=4, dp=2, sequence_parallel=True),
+        Layout(model="moe", pp=2, vpp=2, ep=2, dp=2),
+        False,
+    ),
+]
+"""Where a run was saved, where it goes on, whether `make test` tries it."""
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param((TP2_PP2, 4, 1), ("", 1, 1), id="tp2 pp2 to one"),
-        pytest.param(("", 2, 2), (TP2_PP2, 4, 1), id="dp2 to tp2 pp2"),
-        pytest.param((TP2, 2, 1), ("", 4, 4), id="tp2 to dp4", marks=pytest.mark.full),
-        pytest.param((PP2, 4, 2), (TP2, 4, 2), id="pp2 dp2 to tp2 dp2", marks=pytest.mark.full),
+        pytest.param(a, b, id=f"{a} to {b}", marks=() if quick else pytest.mark.full)
+        for a, b, quick in MOVES
     ],
 )
 def test_another_layout_of_ranks_goes_on_with_weights_and_optimizer(
     megatron_ranks: Ranks,
-    tiny_qwen3: Path,
+    models: dict[str, Path],
     tmp_path: Path,
-    before: tuple[str, int, int],
-    after: tuple[str, int, int],
+    before: Layout,
+    after: Layout,
 ) -> None:
-    flags = {"optimizer": SCHEDULE, **BF16}
+    def config_of(layout: Layout, folder: Path) -> MilesConfig:
+        groups = {"optimizer": SCHEDULE, **BF16, **layout.groups}
+        return saving(make_config(models[layout.model], " ".join(layout.argv), **groups), folder)
 
-    def run(where: tuple[str, int, int], folder: Path, count: int) -> dict[str, Any]:
-        layout, num_ranks, dp_size = where
-        config = saving(make_config(tiny_qwen3, layout, **flags), folder)
-        rollouts = make_rollouts(config, count, dp_size)
-        return megatron_ranks.run_well(
-            train_rollouts, config, rollouts, (count - 1,), num_ranks=num_ranks
-        )[0]
-
-    saved = run(before, tmp_path / "a", 2)
+    config = config_of(before, tmp_path / "a")
+    rollouts = make_rollouts(config, 2, before.dp)
+    saved = megatron_ranks.run_well(
+        train_rollouts, config, rollouts, (1,), num_ranks=before.num_ranks
+    )[0]
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    layout, num_ranks, _ = after
-    config = make_config(tiny_qwen3, layout, **flags)
-    found = megatron_ranks.run_well(
-        load_and_report, saving(config, tmp_path / "b"), num_ranks=num_ranks
-    )
-    for answer in found:
-        assert answer["first"] == 2
-        assert answer["weights"] == saved["weights"]
-        assert set(answer["counts"]) == {4}, "two steps a rollout"
-        assert answer["rate"] == saved["rate"]
+    config = config_of(after, tmp_path / "b")
+    for found in megatron_ranks.run_well(save_again, config, num_ranks=after.num_ranks):
+        assert found["first"] == 2
+        assert found["weights"] == saved["weights"]
+        assert {count for count in found["counts"] if count} == {4}, "two steps a rollout"
+        assert found["rate"] == saved["rate"]
     # Written again by the other layout, every tensor of weights and optimizer is the same.
-    config = saving(config, tmp_path / "b", no_save_optim=False)
-    megatron_ranks.run_well(save_again, config, num_ranks=num_ranks)
-    assert read(megatron_ranks, tmp_path / "b") == read(megatron_ranks, tmp_path / "a")
+    vocab_size = load_config(str(models[after.model])).vocab_size
+    old, new = (read(megatron_ranks, tmp_path / name, vocab_size) for name in ("a", "b"))
+    assert old == new
 
 
-def read(ranks: Ranks, folder: Path) -> dict[str, Any]:
-    (tensors,) = ranks.run_well(tensors_in, str(folder / "iter_0000002"), VOCABULARY, num_ranks=1)
+def read(ranks: Ranks, folder: Path, vocab_size: int) -> dict[str, Any]:
+    step = str(folder / "iter_0000002")
+    (tensors,) = ranks.run_well(tensors_in, step, vocab_size, num_ranks=1)
     assert any(name.startswith("optimizer.state.exp_avg_sq.") for name in tensors)
     return tensors
 
@@ -314,6 +342,11 @@ def test_damaged_or_foreign_checkpoints_are_refused(
     assert "does not fit this model" in text
     assert "output_layer.weight" in text
 
+    longer = make_qwen3(tmp_path / "longer", alphabet="".join(map(chr, range(33, 160))))
+    other = make_config(longer)
+    text = refusal(megatron_ranks, dataclasses.replace(other, checkpoint=saved.checkpoint))
+    assert "its vocabulary has 96 tokens, the model's 160" in text
+
     whole = make_config(tiny_qwen3, WHOLE)
     text = refusal(megatron_ranks, dataclasses.replace(saved, megatron_argv=whole.megatron_argv))
     assert "--use-distributed-optimizer" in text
@@ -336,6 +369,28 @@ def test_damaged_or_foreign_checkpoints_are_refused(
     text = refusal(megatron_ranks, saved)
     assert str(shard) in text
     assert "step 1" in text
+
+
+def test_weights_are_found_in_a_converted_directory_alone(tmp_path: Path) -> None:
+    from miles.backends.megatron_utils.checkpoint import find_weights
+
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    (hf / "config.json").touch()
+    assert find_weights("--ref-load", str(hf)) is None
+    checkpoints.prepare_staging(tmp_path / "w", 0, [])
+    metadata = {"backend": "megatron", **checkpoints.WEIGHTS_ONLY}
+    step = checkpoints.publish(tmp_path / "w", 0, metadata)
+    assert find_weights("--ref-load", str(tmp_path / "w")) == step
+    for wrong in (tmp_path / "nothing", tmp_path):
+        with pytest.raises(ConfigError, match="--ref-load"):
+            find_weights("--ref-load", str(wrong))
+    checkpoints.prepare_staging(tmp_path / "other", 3, [])
+    inside = checkpoints.publish(tmp_path / "other", 3, {"backend": "fsdp"})
+    with pytest.raises(ConfigError, match="written by the fsdp backend"):
+        find_weights("--ref-load", str(tmp_path / "other"))
+    with pytest.raises(ConfigError, match="--ref-load"):
+        find_weights("--ref-load", str(inside))
 
 
 def test_left_overs_of_a_killed_save_are_removed_at_the_next_start(
