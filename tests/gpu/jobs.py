@@ -9,7 +9,7 @@ from miles.backends.fsdp_utils.attention import NAME as PACKED_ATTENTION
 from miles.backends.fsdp_utils.model import HeadOptions
 from miles.backends.training_utils.packing import build_micro_batches
 from miles.config.root import MilesConfig
-from miles.contracts.types import LossOutput, MicroBatch, TokenStats, TrainBatch
+from miles.contracts.types import TrainBatch
 from miles.core import device
 from miles.ray.train.actor_factory import BACKENDS
 from tests.unit.backends.fsdp_utils.jobs import start, weights_of
@@ -29,27 +29,6 @@ def memory_of_a_step(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> d
     used = device.memory_stats().peak_bytes - held
     actor.shutdown()
     assert model.attention == PACKED_ATTENTION
-    return {"bytes": used, "tokens": batch.tokens_T.numel()}
-
-
-def memory_of_a_megatron_step(
-    config: MilesConfig, rollouts: list[list[TrainBatch]]
-) -> dict[str, Any]:
-    """The same for the Megatron backend, of the tokens of all context-parallel ranks."""
-    actor = BACKENDS.load("megatron")()
-    actor.init(config)
-    shard = rollouts[0][actor.parallel.dp_rank]
-    batch = build_micro_batches(shard, packed=True, device=device.current_device())[0][0]
-
-    def loss(batch: MicroBatch, stats: TokenStats) -> LossOutput:
-        return LossOutput(loss=stats.log_probs_R.sum(), sums={})
-
-    actor.ops.optimizer.zero_grad()
-    held = device.memory_stats().allocated_bytes
-    torch.accelerator.reset_peak_memory_stats()
-    actor.ops.model.forward_backward([batch], loss, with_entropy=False)
-    used = device.memory_stats().peak_bytes - held
-    actor.shutdown()
     return {"bytes": used, "tokens": batch.tokens_T.numel()}
 
 

@@ -1,6 +1,5 @@
-"""What test_megatron_engine.py runs on trainer ranks, beside the jobs of the CPU tests."""
+"""What the tests of the Megatron backend run on trainer ranks, beside the jobs of the CPU tests."""
 
-import gc
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from miles.backends.training_utils.packing import build_micro_batches
 from miles.config.root import MilesConfig
 from miles.contracts.types import LossOutput, MicroBatch, TokenStats, TrainBatch
 from miles.core import device
-from tests.unit.backends.megatron_utils.engine_jobs import start, weights_of
+from tests.unit.backends.megatron_utils.engine_jobs import start
 
 
 def memory_of_a_step(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
@@ -27,23 +26,3 @@ def memory_of_a_step(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> d
     vocabulary = actor.ops.args.padded_vocab_size
     actor.shutdown()
     return {"bytes": used, "tokens": batch.tokens_T.numel(), "vocabulary": vocabulary}
-
-
-def memory_around_sleep(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
-    """Bytes of this rank's actor awake and asleep, twice over, and the weights around it."""
-    gc.collect()
-    others = device.memory_stats().allocated_bytes
-    actor, _ = start(config)
-    actor.train(0, rollouts[0][0])
-    before = weights_of(actor)
-    awake: list[int] = []
-    asleep: list[int] = []
-    for _ in range(2):
-        awake.append(device.memory_stats().allocated_bytes - others)
-        actor.sleep()
-        asleep.append(device.memory_stats().allocated_bytes - others)
-        actor.wake_up()
-    after = weights_of(actor)
-    actor.train(1, rollouts[1][0])
-    actor.shutdown()
-    return {"awake": awake, "asleep": asleep, "unchanged": before == after}

@@ -1,4 +1,4 @@
-"""The Megatron backend on accelerators: a plain process's numbers, memory asleep and at work."""
+"""The Megatron backend on accelerators: a plain process's numbers, memory at work."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ import torch
 from miles.backends.megatron_utils import cpu_platform
 from miles.rollout.batch import make_batches
 from scripts.made_models import make_qwen3
-from tests.gpu.conftest import DeviceRanks
-from tests.gpu.megatron_jobs import memory_around_sleep, memory_of_a_step
+from tests.gpu.conftest import LayoutRanks
+from tests.gpu.megatron_jobs import memory_of_a_step
 from tests.unit.backends.fsdp_utils.jobs import from_bytes, make_groups, make_rollouts
 from tests.unit.backends.fsdp_utils.test_actor import (
     NUM_ROLLOUTS,
@@ -19,7 +19,7 @@ from tests.unit.backends.fsdp_utils.test_actor import (
 )
 from tests.unit.backends.megatron_utils.engine_jobs import make_config, train_rollouts
 from tests.unit.backends.megatron_utils.layouts import OVERLAP, RECOMPUTE, Layout
-from tests.unit.backends.megatron_utils.made_models import make_models, per_expert
+from tests.unit.backends.megatron_utils.made_models import per_expert
 
 cpu_platform.install()
 pytestmark = pytest.mark.megatron
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.megatron
 LAYOUTS = [
     Layout(),
     Layout(packed=False),
+    Layout(model="moe"),
     Layout(tp=2, sequence_parallel=True),
     Layout(tp=2),
     Layout(pp=2, flags=RECOMPUTE, note="recompute"),
@@ -42,29 +43,20 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_models(tmp_path_factory.mktemp("megatron-models"))
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_layout_trains_in_fp32_like_one_plain_process_on_the_cpu(
-    device_ranks: DeviceRanks, models: dict[str, Path], layout: Layout
+    layout_ranks: LayoutRanks, megatron_models: dict[str, Path], layout: Layout
 ) -> None:
-    if layout.num_ranks > device_ranks.size:
-        pytest.skip(f"{layout.num_ranks} devices needed")
     config = make_config(
-        models[layout.model],
+        megatron_models[layout.model],
         *layout.argv,
         algorithm=SUPERVISED,
         optimizer=OPTIMIZER,
         **layout.groups,
     )
     rollouts = make_rollouts(config, NUM_ROLLOUTS, dp_size=layout.dp)
-    results = device_ranks.ranks.run_well(
-        train_rollouts, config, rollouts, num_ranks=layout.num_ranks
-    )
-    steps, plain = plain_training(models[layout.model])
+    results = layout_ranks.run(layout, train_rollouts, config, rollouts)
+    steps, plain = plain_training(megatron_models[layout.model])
     weights = per_expert(plain)
     for result in results:
         for step, (loss, norm, rate) in zip(result["steps"], steps, strict=True):
@@ -79,7 +71,7 @@ def test_a_layout_trains_in_fp32_like_one_plain_process_on_the_cpu(
 
 
 def test_memory_of_a_long_packed_row_does_not_grow_with_tokens_times_vocabulary(
-    device_ranks: DeviceRanks, tmp_path: Path
+    layout_ranks: LayoutRanks, tmp_path: Path
 ) -> None:
     """128 documents of 256 tokens in one row: all logits at once would be 2.6 GB in fp32."""
     alphabet = "".join(chr(0x4E00 + i) for i in range(20_000))
@@ -97,18 +89,7 @@ def test_memory_of_a_long_packed_row_does_not_grow_with_tokens_times_vocabulary(
     )
     groups = make_groups(0, [(8, 248)] * 128, group_size=1)
     rollouts = [make_batches(groups, config, 0, 1)]
-    (answer,) = device_ranks.ranks.run_well(memory_of_a_step, config, rollouts, num_ranks=1)
+    (answer,) = layout_ranks.run(Layout(), memory_of_a_step, config, rollouts)
     assert answer["tokens"] == 1 << 15
     logits = answer["tokens"] * answer["vocabulary"] * 4
     assert answer["bytes"] < logits / 2
-
-
-def test_asleep_the_trainer_holds_almost_nothing(
-    device_ranks: DeviceRanks, models: dict[str, Path]
-) -> None:
-    config = make_config(models["dense"], precision={"fp32": False}, optimizer={"lr": 1e-3})
-    rollouts = make_rollouts(config, 2, dp_size=1)
-    (answer,) = device_ranks.ranks.run_well(memory_around_sleep, config, rollouts, num_ranks=1)
-    assert answer["unchanged"]
-    for awake, asleep in zip(answer["awake"], answer["asleep"], strict=True):
-        assert asleep < awake / 4

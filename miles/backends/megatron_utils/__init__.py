@@ -3,8 +3,10 @@
 import logging
 import warnings
 
-# What the import of Megatron says on machines without these libraries: the package has its own
-# modules for what they would do, and says in one line which it takes (machine.py).
+# Megatron's words for developers. Where libraries are missing, this package has its own modules
+# for what they would do, and says in one line which it takes (machine.py).
 warnings.filterwarnings("ignore", r"(Transformer Engine and )?Apex (is|are) not installed")
 warnings.filterwarnings("ignore", r"Only transformer-engine.* supports MoE experts")
+warnings.filterwarnings("ignore", r"\w+ is experimental and still under active development")
+warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor", module=r"megatron\.")
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -226,3 +226,15 @@ def test_the_reference_has_its_own_directory(
     for answer in answers:
         for index, values in answer.items():
             assert values == pytest.approx(expected[index], abs=1e-5)
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 1])
+def test_every_seed_that_a_run_may_have_starts_it(
+    megatron_ranks: Ranks, dense: Path, seed: int
+) -> None:
+    layout = Layout(pp=2)
+    config = make_config(
+        dense, *layout.argv, "--seed", str(seed), algorithm={"seed": seed}, **layout.groups
+    )
+    for answer in megatron_ranks.run_well(weights_at_start, config, num_ranks=2):
+        assert answer.keys() == load_file(dense / "model.safetensors").keys()
