@@ -43,8 +43,8 @@ def stored(model: Path) -> dict[str, Tensor]:
     return weights
 
 
-def bf16(model: Path, layout: str = "", **groups: dict[str, Any]) -> Any:
-    optimizer = {"lr": LR, "lr_decay_style": "constant", "weight_decay": 0.0, "adam_eps": 1e-12}
+def bf16(model: Path, layout: str = "", lr: float = LR, **groups: dict[str, Any]) -> Any:
+    optimizer = {"lr": lr, "lr_decay_style": "constant", "weight_decay": 0.0, "adam_eps": 1e-12}
     return make_config(model, layout, precision={"fp32": False}, optimizer=optimizer, **groups)
 
 
@@ -95,6 +95,17 @@ def test_a_checkpoint_holds_every_bit_of_marked_parameters(
     ):
         for part in ("weights", "optimizer", "counts"):
             assert answer[part] == before[part]
-    other = bf16(model, PP2, checkpoint={"load": str(tmp_path)})
-    for answer in megatron_ranks.run_well(load_and_report, other, num_ranks=2):
+
+
+def test_another_layout_finds_the_optimizers_state_of_each_parameter(
+    megatron_ranks: Ranks, model: Path, tmp_path: Path
+) -> None:
+    """A step at rate 0 makes every weight what the optimizer holds of it."""
+    config = bf16(model, TP2, checkpoint={"save": str(tmp_path)})
+    rollouts = make_rollouts(config, 2, dp_size=1)
+    written = megatron_ranks.run_well(train_rollouts, config, rollouts[:1], (0,), num_ranks=2)
+    other = bf16(model, PP2, lr=0.0, checkpoint={"load": str(tmp_path)})
+    for answer in megatron_ranks.run_well(train_rollouts, other, rollouts, num_ranks=2):
+        assert answer["first"] == 1
+        assert len(answer["steps"]) == 2
         assert answer["weights"] == written[0]["weights"]
