@@ -89,7 +89,7 @@ def make_qwen3_moe(  # noqa: PLR0913
 ) -> Path:
     """The same with routed experts in every layer but ``dense_layers``; the files hold the experts
     one by one, as released checkpoints do."""
-    config = Qwen3MoeConfig(
+    settings = dict[str, Any](
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
         moe_intermediate_size=expert_size,
@@ -103,6 +103,7 @@ def make_qwen3_moe(  # noqa: PLR0913
         mlp_only_layers=list(dense_layers),
         tie_word_embeddings=tied,
     )
+    config = Qwen3MoeConfig(**settings)
     return _write(Path(path), Qwen3MoeForCausalLM, config, alphabet, dtype, seed)
 
 

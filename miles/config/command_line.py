@@ -98,7 +98,7 @@ def unknown_flag(foreign: Foreign, others: Iterable[str] = ()) -> Problem:
         return Problem(foreign.name, foreign.value, remedy)
     known = [option for spec in flag_specs(MilesConfig) for option in spec.options]
     where = f" in {foreign.file}" if foreign.file is not None else ""
-    hint = did_you_mean(foreign.name, [*known, "--config", *others])
+    hint = did_you_mean(foreign.name, list(dict.fromkeys([*known, "--config", *others])))
     return Problem(foreign.name, foreign.value, f"unknown flag{where}; {hint or 'see --help'}")
 
 

@@ -10,7 +10,8 @@ Generated from `miles/config/` by `make docs`; do not edit.
 Every setting is a flag of `train.py`. `python train.py --help` shows the same list. A flag exists
 only if it works, one that has no effect with the others given is refused, and every problem of a
 command line is reported at once, with what to do, before any process starts. Flags cannot be
-abbreviated.
+abbreviated. With `--train-backend megatron`, Megatron's own flags are settings too
+(`--help-megatron`; [training backends](training-backend.md)).
 
 ## Files and precedence
 

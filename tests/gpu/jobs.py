@@ -1,5 +1,6 @@
 """What the tests of this folder run on trainer ranks, beside the jobs of the CPU tests."""
 
+import gc
 from typing import Any
 
 import torch
@@ -8,8 +9,9 @@ from miles.backends.fsdp_utils.attention import NAME as PACKED_ATTENTION
 from miles.backends.fsdp_utils.model import HeadOptions
 from miles.backends.training_utils.packing import build_micro_batches
 from miles.config.root import MilesConfig
-from miles.contracts.types import TrainBatch
+from miles.contracts.types import LossOutput, MicroBatch, TokenStats, TrainBatch
 from miles.core import device
+from miles.ray.train.actor_factory import BACKENDS
 from tests.unit.backends.fsdp_utils.jobs import start, weights_of
 
 
@@ -30,20 +32,44 @@ def memory_of_a_step(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> d
     return {"bytes": used, "tokens": batch.tokens_T.numel()}
 
 
+def memory_of_a_megatron_step(
+    config: MilesConfig, rollouts: list[list[TrainBatch]]
+) -> dict[str, Any]:
+    """The same for the Megatron backend, of the tokens of all context-parallel ranks."""
+    actor = BACKENDS.load("megatron")()
+    actor.init(config)
+    shard = rollouts[0][actor.parallel.dp_rank]
+    batch = build_micro_batches(shard, packed=True, device=device.current_device())[0][0]
+
+    def loss(batch: MicroBatch, stats: TokenStats) -> LossOutput:
+        return LossOutput(loss=stats.log_probs_R.sum(), sums={})
+
+    actor.ops.optimizer.zero_grad()
+    held = device.memory_stats().allocated_bytes
+    torch.accelerator.reset_peak_memory_stats()
+    actor.ops.model.forward_backward([batch], loss, with_entropy=False)
+    used = device.memory_stats().peak_bytes - held
+    actor.shutdown()
+    return {"bytes": used, "tokens": batch.tokens_T.numel()}
+
+
 def memory_around_sleep(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
-    """Bytes of this rank awake and asleep, twice over, and the weights around it."""
-    actor, _ = start(config)
-    actor.train(0, rollouts[0][actor.parallel.rank])
+    """Bytes of this rank's actor awake and asleep, twice over, and the weights around it."""
+    gc.collect()
+    others = device.memory_stats().allocated_bytes
+    actor: Any = BACKENDS.load(config.cluster.train_backend)()
+    actor.init(config)
+    actor.train(0, rollouts[0][actor.parallel.dp_rank])
     before = weights_of(actor)
     awake: list[int] = []
     asleep: list[int] = []
     for _ in range(2):
-        awake.append(device.memory_stats().allocated_bytes)
+        awake.append(device.memory_stats().allocated_bytes - others)
         actor.sleep()
-        asleep.append(device.memory_stats().allocated_bytes)
+        asleep.append(device.memory_stats().allocated_bytes - others)
         actor.wake_up()
     after = weights_of(actor)
-    stats = actor.train(1, rollouts[1][actor.parallel.rank])
+    stats = actor.train(1, rollouts[1][actor.parallel.dp_rank])
     actor.shutdown()
     return {
         "awake": awake,

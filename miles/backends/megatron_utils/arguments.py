@@ -6,6 +6,7 @@ which carries them as ``megatron_argv``.
 
 import argparse
 import os
+import warnings
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ from miles.config.lora_flags import LORA_FLAGS
 from miles.config.megatron_flags import MEGATRON_FLAGS
 from miles.config.root import MilesConfig
 from miles.config.rules.problems import problem
-from miles.core import hf, logging
+from miles.core import hf, logging, plugins
 
 log = logging.get(__name__)
 
@@ -46,7 +47,10 @@ def check(config: MilesConfig, foreign: Sequence[Foreign]) -> Checked:
         known = {f"--{name}": refusals.reason_against(name, "") for name in MEGATRON_FLAGS}
         problems = [missing] if missing is not None and trains else []
         return (), [*problems, *_misplaced(foreign, known)], []
-    parser = namespace.make_parser()
+    with warnings.catch_warnings():
+        # Its modules say on import which kernels they miss; ``machine.py`` says it in one line.
+        warnings.simplefilter("ignore")
+        parser = namespace.make_parser()
     known = refusals.reasons(parser)
     problems = _misplaced(foreign, known)
     own = [flag for flag in foreign if flag.name in known and known[flag.name] is None]
@@ -116,13 +120,17 @@ def _check_values(
     derived, messages = _architecture(config, model, given, in_part=in_part)
     argv = [
         *derive.defaults(),
-        *derive.from_model(config, model.hf_config, given),
+        *derive.from_model(config, model.hf_config, model.flags, given),
         *derived,
         *(word for flag in own for word in _words(flag)),
     ]
     args = parser.parse_args([*machine.flags(), *argv])
     expected = parser.parse_args(architecture.to_argv(model.flags))
-    problems = [*architecture.compare(args, expected), *rules.check(args, config)]
+    problems = [
+        *architecture.compare(args, expected),
+        *rules.check(args, config),
+        *_unusable_spec(args.spec),
+    ]
     problems = [p for p in problems if broken.isdisjoint(p.flag.split(", "))]
     if not problems and not broken:
         problems = _validated(config, argv)
@@ -144,6 +152,20 @@ def _architecture(
     argv = architecture.to_argv(flags)
     source = f"{config.rollout.hf_checkpoint}/config.json"
     return argv, [f"Megatron's architecture flags from {source}: {' '.join(argv)}"]
+
+
+def _unusable_spec(spec: Sequence[str] | None) -> list[Problem]:
+    """What is wrong with --spec, as far as an import shows it."""
+    if spec is None:
+        return []
+    given = " ".join(spec)
+    if len(spec) != 2:
+        return [Problem("--spec", given, "takes a module and a name in it")]
+    try:
+        plugins.load_attribute(".".join(spec))
+    except (plugins.PluginError, ImportError, SyntaxError) as error:
+        return [Problem("--spec", given, str(error))]
+    return []
 
 
 def _validated(config: MilesConfig, argv: Sequence[str]) -> list[Problem]:

@@ -103,7 +103,7 @@ class Checkpointer:
             return
         # As at the start of a run, ranks that hold the same parameters draw the same numbers.
         fresh = derived_seed(self._seed, metadata["iteration"], 0)
-        random_state.seed(1 + fresh % (2**31 - 1), args)
+        random_state.seed(fresh, args)
         log.info(
             "checkpoint of layout %s on %s: random state seeded from (seed %d, step %d)",
             metadata["layout"],

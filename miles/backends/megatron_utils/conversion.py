@@ -2,10 +2,11 @@
 ranks; ``tools/convert_*.py`` are the command lines.
 """
 
+import argparse
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -56,8 +57,9 @@ def hf_to_torch_dist(hf_checkpoint: str, save: str, megatron_flags: Sequence[str
     """
     _check_target(save)
     config = _config(hf_checkpoint, CheckpointConfig(save=save), megatron_flags)
-    with _model(config) as state:
-        load_hf(state.chunks, _converter(hf_checkpoint, state.args.spec), hf_checkpoint)
+    with _joined(config) as args:
+        state = TrainerState(args=args, chunks=build_chunks(args, trainable=False))
+        load_hf(state.chunks, _converter(hf_checkpoint, args.spec), hf_checkpoint)
         checkpoint.save_weights(save, state, {"source": hf_checkpoint})
 
 
@@ -72,12 +74,13 @@ def torch_dist_to_hf(
     """
     config = _config(hf_checkpoint, CheckpointConfig(load=load), megatron_flags)
     files = HFFiles(hf_checkpoint)
-    with _model(config) as state:
-        converter = _converter(hf_checkpoint, state.args.spec)
+    with _joined(config) as args:
+        converter = _converter(hf_checkpoint, args.spec)
         step = checkpoint.find_weights("--load", load)
         if step is None:
             remedy = "is a Hugging Face directory already; --load takes a torch_dist checkpoint"
             raise ConfigError([Problem("--load", load, remedy)])
+        state = TrainerState(args=args, chunks=build_chunks(args, trainable=False))
         checkpoint.load_weights(step, state)
         others = [name for name in files.headers if name.startswith(converter.not_trained)]
         tensors = [*exported(converter, files), *(files.headers[name] for name in others)]
@@ -145,26 +148,45 @@ def _layout(hf_checkpoint: str, given: Sequence[Foreign], num_ranks: int) -> lis
     """Without a layout, layers and then experts are spread over the ranks as far as they divide."""
     if num_ranks == 1 or any(flag.name in _LAYOUT for flag in given):
         return []
-    config = hf.load_config(hf_checkpoint).get_text_config()
-    stages = math.gcd(config.num_hidden_layers, num_ranks)
+    text_config = hf.load_config(hf_checkpoint).get_text_config()
+    stages = math.gcd(text_config.num_hidden_layers, num_ranks)
     sizes = {"pipeline-model-parallel-size": stages}
-    num_experts = config.to_dict().get("num_experts")
+    # Under the name that transformers' classes share; in config.json it is spelled otherwise.
+    num_experts = getattr(text_config, "num_experts", None)
     if num_experts:
         sizes["expert-model-parallel-size"] = math.gcd(num_experts, num_ranks // stages)
     return [Foreign(name=f"--{name}", words=(str(size),)) for name, size in sizes.items()]
 
 
 @contextmanager
-def _model(config: MilesConfig) -> Iterator[TrainerState]:
-    """The model of this process's ranks, whose weights are not set yet."""
-    if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
-        os.environ["MASTER_PORT"] = str(distributed.host_rendezvous("127.0.0.1"))
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    distributed.init_process_group(config.cluster.distributed_timeout_minutes)
+def _joined(config: MilesConfig) -> Generator[argparse.Namespace]:
+    """Megatron's arguments, with its process groups."""
+    with _environment():
+        distributed.init_process_group(config.cluster.distributed_timeout_minutes)
+        try:
+            yield initialize(config)
+        finally:
+            destroy()
+            distributed.destroy_process_group()
+
+
+@contextmanager
+def _environment() -> Generator[None]:
+    """torchrun's variables for a process that it did not start."""
+    if "RANK" in os.environ:
+        yield
+        return
+    alone = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(distributed.host_rendezvous("127.0.0.1")),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    os.environ.update(alone)
     try:
-        args = initialize(config)
-        yield TrainerState(args=args, chunks=build_chunks(args, trainable=False))
+        yield
     finally:
-        destroy()
-        distributed.destroy_process_group()
+        for name in alone:
+            del os.environ[name]

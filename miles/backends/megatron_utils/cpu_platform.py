@@ -10,12 +10,13 @@ import functools
 import logging
 import sys
 import types
-import warnings
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
 from torch.utils._device import _device_constructors  # pyright: ignore[reportPrivateUsage]
+
+from miles.backends.megatron_utils import uneven
 
 _CPU = torch.device("cpu")
 
@@ -169,10 +170,8 @@ _state = {"torch": False, "megatron": False}
 def install() -> None:
     """Make ``import megatron.core`` and everything after it work here; call it before the import.
 
-    Where CUDA is available it only silences Megatron's warnings that Transformer Engine and Apex
-    are missing: this package has its own modules for what they would do.
+    Where CUDA is available it does nothing.
     """
-    warnings.filterwarnings("ignore", r"(Transformer Engine and )?Apex (is|are) not installed")
     if torch.cuda.is_available():
         return
     if not _state["torch"]:
@@ -197,10 +196,13 @@ def patch_megatron() -> None:
 def megatron_functions() -> list[tuple[types.ModuleType, str, Callable[..., Any]]]:
     """What :func:`patch_megatron` replaces: module, name, replacement."""
     # Importing Megatron before torch is patched would bind the originals.
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer.moe import token_dispatcher
 
+    gather, scatter = "_gather_along_first_dim", "_reduce_scatter_along_first_dim"
     return [
+        (mappings, gather, uneven.gather(getattr(mappings, gather))),
+        (mappings, scatter, uneven.reduce_scatter(getattr(mappings, scatter))),
         (random, "_get_cuda_rng_state", _cuda_rng_state),
         (random, "_set_cuda_rng_state", _set_cuda_rng_state),
         (token_dispatcher, "maybe_move_tensor_to_cpu", _on_host),

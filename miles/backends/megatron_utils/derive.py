@@ -3,7 +3,7 @@
 They come before the user's own, which therefore win.
 """
 
-from collections.abc import Collection
+from collections.abc import Mapping, Set
 from typing import Any
 
 from miles.config.root import MilesConfig
@@ -28,31 +28,35 @@ def defaults() -> list[str]:
     ]
 
 
-def from_model(config: MilesConfig, hf_config: Any, given: Collection[str]) -> list[str]:
-    """Lengths, vocabulary and routing of a transformers config, less what is ``given``."""
-    positions = hf.context_length(hf_config) or UNKNOWN_CONTEXT
-    vocabulary = hf_config.get_text_config().vocab_size
-    argv = ["--vocab-size", str(vocabulary)]
+def from_model(
+    config: MilesConfig, hf_config: Any, flags: Mapping[str, str | bool], given: Set[str]
+) -> list[str]:
+    """Lengths, vocabulary and routing of a model with these architecture ``flags``, less what is
+    ``given`` (names without dashes)."""
     # Megatron wants a whole number of chunks for context parallelism; micro-batches have their own
     # lengths.
     chunks = 2 * config.cluster.context_parallel_size
-    if "max-position-embeddings" not in given:
-        positions = max(positions // chunks, 1) * chunks
-        argv += ["--max-position-embeddings", str(positions)]
-    argv += ["--seq-length", str(chunks)]
-    if "num-experts" in given or _has_experts(hf_config):
+    positions = hf.context_length(hf_config) or UNKNOWN_CONTEXT
+    argv = [
+        *("--vocab-size", str(flags["vocab-size"])),
+        *("--max-position-embeddings", str(max(positions // chunks, 1) * chunks)),
+        *("--seq-length", str(chunks)),
+    ]
+    if "num-experts" in flags:
         argv += _ROUTING
+        if not given & _AUXILIARY:
+            argv += _NO_AUXILIARY_LOSS
     return argv
 
 
 _ROUTING = (
+    *("--moe-router-dtype", "fp32"),
     # The other common one needs micro-batches of one length on all ranks.
     *("--moe-token-dispatcher-type", "alltoall"),
-    # As in inference and in transformers: nothing but the loss of the algorithm trains the router.
-    *("--moe-router-load-balancing-type", "none", "--moe-aux-loss-coeff", "0"),
-    *("--moe-router-dtype", "fp32"),
 )
-
-
-def _has_experts(hf_config: Any) -> bool:
-    return bool(hf_config.get_text_config().to_dict().get("num_experts"))
+_AUXILIARY = frozenset(("moe-router-load-balancing-type", "moe-aux-loss-coeff"))
+_NO_AUXILIARY_LOSS = (
+    # As in inference and in transformers: nothing but the loss of the algorithm trains the router.
+    *("--moe-router-load-balancing-type", "none"),
+    *("--moe-aux-loss-coeff", "0"),
+)

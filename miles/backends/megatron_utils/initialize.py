@@ -10,11 +10,10 @@ from megatron.core import parallel_state as groups
 from megatron.training.global_vars import set_global_variables
 from megatron.training.initialize import (
     _initialize_distributed,  # pyright: ignore[reportPrivateUsage]
-    _set_random_seed,  # pyright: ignore[reportPrivateUsage]
 )
 from megatron.training.training import destroy_global_state
 
-from miles.backends.megatron_utils import arguments, fused_adam
+from miles.backends.megatron_utils import arguments, fused_adam, random_state
 from miles.config.root import MilesConfig
 from miles.contracts.parallel import ParallelState
 from miles.core import distributed
@@ -44,12 +43,7 @@ def initialize(config: MilesConfig) -> argparse.Namespace:
     with open(devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
         set_global_variables(args, build_tokenizer=False)
         _initialize_distributed(None, None, None)
-        _set_random_seed(
-            args.seed,
-            args.data_parallel_random_init,
-            args.te_rng_tracker,
-            args.inference_rng_tracker,
-        )
+        random_state.seed(args.seed, args)
     return args
 
 

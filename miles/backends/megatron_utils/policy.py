@@ -43,7 +43,7 @@ class MegatronPolicyOps:
         assert path is not None, "--hf-checkpoint"
         self._config = config
         self.args = initialize(config)
-        _call_hook(config, "custom_megatron_init_path", self.args)
+        _call_hook("custom_megatron_init_path", config.hooks.custom_megatron_init_path, self.args)
         self.parallel = parallel_state()
         self._files, self._converter = HFFiles(path), self._converter_of("--hf-checkpoint", path)
         chunks = build_chunks(self.args, trainable=True)
@@ -75,8 +75,9 @@ class MegatronPolicyOps:
         model = self.model if weights == "actor" else self.ref
         assert model is not None, "built without a reference"
         prefix = "ref_" if weights == "ref" else ""
+        path = self._config.hooks.custom_megatron_before_log_prob_hook_path
         field = "custom_megatron_before_log_prob_hook_path"
-        _call_hook(self._config, field, self.args, model.chunks, prefix)
+        _call_hook(field, path, self.args, model.chunks, prefix)
         return model.log_probs(batches)
 
     def optimizer_step(self, batches: Sequence[MicroBatch], loss: LossFn) -> StepStats:
@@ -91,11 +92,17 @@ class MegatronPolicyOps:
     def hf_weights(self) -> Iterator[NamedTensor]:
         if not self.store.asleep:
             self.model.synchronize_parameters()
-        yield from stream_hf(self.model.chunks, self._converter, self._files, self.store.read)
+        yield from stream_hf(
+            self.model.chunks,
+            self._converter,
+            self._files,
+            self.store.read,
+            fp16=self._config.precision.fp16,
+        )
 
     def exported(self) -> list[Header]:
         """What ``hf_weights`` yields, in its order."""
-        return exported(self._converter, self._files)
+        return exported(self._converter, self._files, fp16=self._config.precision.fp16)
 
     def sleep(self) -> None:
         """Free the device memory of weights, optimizer and gradients. Collective."""
@@ -124,8 +131,9 @@ class MegatronPolicyOps:
     def _call_step_hook(self) -> None:
         position = (self._rollout_id, self._step_id)
         objects = (self.model.chunks, self.optimizer.megatron, self.optimizer.schedule)
+        path = self._config.hooks.custom_megatron_before_train_step_hook_path
         field = "custom_megatron_before_train_step_hook_path"
-        _call_hook(self._config, field, self.args, *position, *objects)
+        _call_hook(field, path, self.args, *position, *objects)
         self._step_id += 1
 
     def _read_initial_weights(self, chunks: list[nn.Module]) -> None:
@@ -176,9 +184,9 @@ class MegatronPolicyOps:
 _load = cache(load_hook)
 
 
-def _call_hook(config: MilesConfig, field: str, *arguments: Any) -> None:
+def _call_hook(field: str, path: str | None, *arguments: Any) -> None:
     """The user's function of that field of ``HooksConfig``, if there is one."""
-    function = _load(field, vars(config.hooks)[field])
+    function = _load(field, path)
     if function is not None:
         function(*arguments)
 

@@ -36,9 +36,10 @@ def restore(state: dict[str, Tensor]) -> None:
 
 
 def seed(value: int, args: Namespace) -> None:
-    """Start anew as Megatron does at the beginning of a run; ``0 < value < 2**31``."""
+    """Start anew as Megatron does at the beginning of a run. Any ``value >= 0``: Megatron itself
+    refuses 0 and cannot add its offsets to the largest."""
     initialize._set_random_seed(  # pyright: ignore[reportPrivateUsage]
-        value,
+        1 + value % (2**31 - 1),
         args.data_parallel_random_init,
         args.te_rng_tracker,
         args.inference_rng_tracker,

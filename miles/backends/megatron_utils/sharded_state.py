@@ -5,6 +5,7 @@ it; the optimizer is stored in model space, which any other layout of ranks can 
 """
 
 import copy
+import io
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,14 @@ _SHARDING, _GATHERED = "distrib_optim_sharding_type", "fully_reshardable"
 _NOT_THE_MODEL = ("optimizer.", "chained_", _REF, "rng_state", "rerun_state_machine")
 _ENGINE_STATE = "_extra_state"
 """What Transformer Engine's layers add, which local ones do not have; empty without fp8."""
+
+
+class _Object(io.BytesIO):
+    """A pickled value that hands out no view of itself: when a write fails, views end up in cycles
+    of tracebacks, and there CPython's collector crashes on them (in 3.12.1)."""
+
+    def getbuffer(self) -> Any:
+        return self.getvalue()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +100,11 @@ def writable(state_dict: dict[str, Any], *, copied: bool, validate: bool) -> dic
             leaf.data = live.detach().to("cpu", copy=True)
         name = leaf.unique_key if isinstance(leaf, ShardedObject) else leaf.key
         by_name.setdefault(name, []).append(leaf)
-    return mcore_to_pyt_state_dict(by_name)
+    named = mcore_to_pyt_state_dict(by_name)
+    return {
+        name: _Object(value.getvalue()) if isinstance(value, io.BytesIO) else value
+        for name, value in named.items()
+    }
 
 
 def write(directory: Path, tensors: dict[str, Any], group: dist.ProcessGroup) -> None:

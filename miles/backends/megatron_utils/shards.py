@@ -20,7 +20,7 @@ class Axis:
     rank: int
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> "Axis":
+    def of(cls, group: Any) -> "Axis":
         return cls(group, dist.get_world_size(group), dist.get_rank(group))
 
 

@@ -136,10 +136,10 @@ class Heads:
         return self.dim * (2 if self.gated else 1)
 
 
-def head_dim(config: Any) -> int:
+def head_dim(hf_config: Any) -> int:
     """Size of an attention head; older configs leave it to be derived."""
-    explicit = getattr(config, "head_dim", None)
-    return explicit or config.hidden_size // config.num_attention_heads
+    explicit = getattr(hf_config, "head_dim", None)
+    return explicit or hf_config.hidden_size // hf_config.num_attention_heads
 
 
 def join_qkv(tensors: Sequence[Tensor], heads: Heads) -> Tensor:

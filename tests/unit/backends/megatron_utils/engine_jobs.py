@@ -21,6 +21,7 @@ from miles.config.optimizer import OptimizerConfig
 from miles.config.precision import PrecisionConfig
 from miles.config.rollout import RolloutConfig
 from miles.config.root import MilesConfig
+from miles.contracts.trainer import WeightsTag
 from miles.contracts.types import LossFn, LossOutput, TrainBatch
 from miles.core import device
 from miles.core.hf import load_config
@@ -87,9 +88,11 @@ def train_rollouts(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dic
     return {"steps": steps, "metrics": metrics, "weights": weights, "parallel": parallel}
 
 
-def log_probs_of(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[int, list[float]]:
+def log_probs_of(
+    config: MilesConfig, rollouts: list[list[TrainBatch]], weights: WeightsTag = "actor"
+) -> dict[int, list[float]]:
     """Log-probs by sample index."""
-    actor, _ = start(config)
+    actor, _ = start(config, with_ref=weights == "ref")
     shard = rollouts[0][actor.parallel.dp_rank]
     steps = build_micro_batches(
         shard, packed=config.data.use_dynamic_batch_size, device=device.current_device()
@@ -97,7 +100,7 @@ def log_probs_of(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[
     batches = [batch for step in steps for batch in step]
     found: dict[int, list[float]] = {}
     for batch, log_probs in zip(
-        batches, actor.ops.log_probs(batches, weights="actor"), strict=True
+        batches, actor.ops.log_probs(batches, weights=weights), strict=True
     ):
         for row, position in enumerate(batch.sample_positions):
             chosen = log_probs[batch.sequence_R == row]

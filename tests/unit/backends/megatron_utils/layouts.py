@@ -1,7 +1,10 @@
 """The layouts of ranks that are tested; the table of docs/training-backend.md is made from them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import pytest
 
 RECOMPUTE = (
     *("--recompute-granularity", "full"),
@@ -139,6 +142,14 @@ _NAMES = {
     "moe": "Qwen3-MoE",
     "qwen3_5": "Qwen3.5",
 }
+
+
+def params(layouts: Iterable[Layout]) -> list[Any]:
+    """For ``parametrize``: those that are not quick run in ``make test-full`` alone."""
+    return [
+        pytest.param(layout, marks=() if layout.quick else (pytest.mark.full,), id=str(layout))
+        for layout in layouts
+    ]
 
 
 def table() -> str:

@@ -9,11 +9,13 @@ from scripts.made_models import make_qwen3, make_qwen3_5, make_qwen3_moe
 
 
 def make_models(folder: Path) -> dict[str, Path]:
-    """``dense`` and ``tied`` (4 layers, 8 heads, 4 key heads), ``moe`` (4 layers, 8 experts),
-    ``qwen3_5`` (three layers of gated delta net, one of attention)."""
+    """``dense``, ``other`` (the same with other weights) and ``tied`` (4 layers, 8 heads, 4 key
+    heads), ``moe`` (4 layers, 8 experts), ``qwen3_5`` (three layers of gated delta net, one of
+    attention)."""
     shape = {"num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "head_dim": 8}
     return {
         "dense": make_qwen3(folder / "dense", tied=False, **shape),
+        "other": make_qwen3(folder / "other", tied=False, seed=1, **shape),
         "tied": make_qwen3(folder / "tied", tied=True, **shape),
         "moe": make_qwen3_moe(folder / "moe", num_layers=4),
         "qwen3_5": make_qwen3_5(folder / "qwen3_5"),

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from miles.backends.training_utils.checkpoints import TRACKER
 from scripts.made_models import make_qwen3, make_qwen3_5, make_qwen3_moe
+from tools.convert_hf_to_torch_dist import main as hf_to_torch_dist
+from tools.convert_torch_dist_to_hf import main as torch_dist_to_hf
 
 ROOT = Path(__file__).parents[4]
 TIMEOUT_S = 180
@@ -107,16 +110,60 @@ def test_layers_that_differ_survive_other_layouts(tmp_path: Path) -> None:
     assert_equal_directories(hf, Path(back))
 
 
-def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
-    hf = make_qwen3(tmp_path / "hf")
-    result = run(
-        *("convert_hf_to_torch_dist", "--hf-checkpoint", str(hf)),
-        *("--save", str(tmp_path / "torch_dist"), "--num-layers", "3", "--rm-type", "math"),
-    )
-    assert result.returncode == 2, result.stdout + result.stderr
-    assert "--num-layers 3, checkpoint 2" in result.stderr
-    assert "--rm-type" in result.stderr
-    assert not (tmp_path / "torch_dist" / TRACKER).exists()
+Refusal = tuple[Callable[[list[str]], None], dict[str, str], tuple[str, ...]]
+
+REFUSED: dict[str, Refusal] = {
+    "another architecture": (
+        hf_to_torch_dist,
+        {"--num-layers": "3"},
+        ("--num-layers: 3, must be 2",),
+    ),
+    "a flag of training": (hf_to_torch_dist, {"--rm-type": "math"}, ("--rm-type", "no flag of")),
+    "an unknown flag": (hf_to_torch_dist, {"--num-layer": "2"}, ("--num-layer",)),
+    "torch_dist as Hugging Face": (
+        hf_to_torch_dist,
+        {"--hf-checkpoint": "{run}"},
+        ("has no config.json; it looks like a training checkpoint",),
+    ),
+    "a run's directory as target": (
+        hf_to_torch_dist,
+        {"--save": "{run}"},
+        ("holds checkpoints of a run (the newest is 7)",),
+    ),
+    "Hugging Face as torch_dist": (
+        torch_dist_to_hf,
+        {"--load": "{hf}"},
+        ("--load", "Hugging Face directory"),
+    ),
+    "one step of a checkpoint": (
+        torch_dist_to_hf,
+        {"--load": "{run}/iter_0000007"},
+        ("is one step; give its parent directory",),
+    ),
+    "nothing to load": (torch_dist_to_hf, {"--load": "{run}/none"}, ("--load", "none")),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_by_name(
+    case: str, tmp_path: Path, tiny_qwen3: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main, changes, says = REFUSED[case]
+    places = {"run": str(tmp_path / "run"), "hf": str(tiny_qwen3)}
+    (tmp_path / "run" / "iter_0000007").mkdir(parents=True)
+    (tmp_path / "run" / TRACKER).write_text("7")
+    flags = {"--hf-checkpoint": "{hf}", "--save": str(tmp_path / "out")}
+    if main is torch_dist_to_hf:
+        flags["--load"] = "{run}"
+    flags |= changes
+    argv = [word.format(**places) for flag in flags.items() for word in flag]
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    printed = capsys.readouterr().err
+    for text in says:
+        assert text in printed
+    assert not (tmp_path / "out" / TRACKER).exists()
+    assert not (tmp_path / "out" / "config.json").exists()
 
 
 @pytest.mark.full

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from miles.backends.megatron_utils import arguments, machine, namespace, package, refusals
+from miles.backends.megatron_utils import (
+    architecture,
+    arguments,
+    machine,
+    namespace,
+    package,
+    refusals,
+)
+from miles.config.command_line import Foreign, read_command_line
 from miles.config.errors import ConfigError
 from miles.config.root import MilesConfig
 from miles.utils.arguments import parse_args, read_config
@@ -353,12 +361,11 @@ def test_help_megatron_lists_its_groups_without_what_is_refused(
         assert refused not in text
 
 
-def test_a_family_that_needs_a_spec_gets_it_even_beside_given_flags(tmp_path: Path) -> None:
-    pytest.importorskip("transformers.models.qwen3_5")
+def made_directory(folder: Path, kind: str, **fields: Any) -> MilesConfig:
+    """A config with a checkpoint of this architecture and two trainer ranks."""
     from transformers import AutoConfig
 
-    text: dict[str, Any] = {
-        "model_type": "qwen3_5_text",
+    sizes = {
         "num_hidden_layers": 4,
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -367,25 +374,46 @@ def test_a_family_that_needs_a_spec_gets_it_even_beside_given_flags(tmp_path: Pa
         "head_dim": 16,
         "vocab_size": 64,
     }
-    AutoConfig.for_model("qwen3_5", text_config=text).save_pretrained(tmp_path)
+    settings = {**sizes, **fields} if kind != "qwen3_5" else {"text_config": sizes}
+    AutoConfig.for_model(kind, **settings).save_pretrained(folder)
     for name in ("tokenizer.json", "model.safetensors"):
-        (tmp_path / name).write_text("{}")
-    base = ["--hf-checkpoint", str(tmp_path), "--rollout-num-gpus", "1"]
-    argv, _, _ = arguments.check(read_only(base), ())
-    spec = argv.index("--spec")
-    assert argv[spec + 1 : spec + 3] == ("miles_plugins.models.qwen3_5", "get_qwen3_5_spec")
-    from miles.config.command_line import Foreign
-
-    layers = Foreign(name="--num-layers", words=("4",))
-    argv, found, _ = arguments.check(read_only(base), (layers,))
-    assert "--spec" in argv
-    assert len(found) == 1
+        (folder / name).write_text("{}")
+    argv = ["--hf-checkpoint", str(folder), "--actor-num-gpus-per-node", "2"]
+    return read_command_line([*argv, "--rollout-num-gpus", "1"]).config
 
 
-def read_only(argv: list[str]) -> MilesConfig:
-    from miles.config.command_line import read_command_line
+def test_a_family_that_needs_a_spec_gets_it_even_beside_given_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(architecture, "QWEN3_5_SPEC", "os.path join")
+    config = made_directory(tmp_path, "qwen3_5")
+    for foreign in ([], [Foreign(name="--num-layers", words=("4",))]):
+        argv, _, _ = arguments.check(config, foreign)
+        spec = argv.index("--spec")
+        assert argv[spec + 1 : spec + 3] == ("os.path", "join")
 
-    return read_command_line(argv).config
+
+@pytest.mark.parametrize("words", [("nowhere.at_all", "spec"), ("os.path", "nothing"), ("os",)])
+def test_a_spec_that_cannot_be_imported_is_refused(line: Line, words: tuple[str, ...]) -> None:
+    assert list(problems(line("--spec", *words))) == ["--spec"]
+
+
+def test_routers_of_a_mixture_train_by_the_algorithms_loss_alone_unless_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = made_directory(tmp_path, "qwen3_moe", num_experts=4, moe_intermediate_size=24)
+    found = []
+    for foreign in ([], [Foreign(name="--moe-aux-loss-coeff", words=("0.01",))]):
+        argv, wrong, _ = arguments.check(config, foreign)
+        assert wrong == []
+        args = arguments.parse(replace(config, megatron_argv=argv))
+        assert args.num_experts == 4
+        assert (args.moe_router_dtype, args.moe_token_dispatcher_type) == ("fp32", "alltoall")
+        found.append((args.moe_router_load_balancing_type, args.moe_aux_loss_coeff))
+    assert found == [("none", 0.0), ("aux_loss", 0.01)]
 
 
 def test_the_parser_has_each_flag_once() -> None:

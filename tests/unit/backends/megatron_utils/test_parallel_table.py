@@ -15,7 +15,7 @@ from tests.unit.backends.fsdp_utils.test_actor import (
     plain_training,
 )
 from tests.unit.backends.megatron_utils.engine_jobs import make_config, train_rollouts
-from tests.unit.backends.megatron_utils.layouts import LAYOUTS, Layout, table
+from tests.unit.backends.megatron_utils.layouts import LAYOUTS, Layout, params, table
 from tests.unit.backends.megatron_utils.made_models import per_expert
 
 ADAM_EPS = 1e-6
@@ -36,13 +36,7 @@ def plain_run(plain: dict[str, Any], models: dict[str, Path], name: str) -> Any:
     return plain[name]
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(layout, marks=() if layout.quick else (pytest.mark.full,), id=str(layout))
-        for layout in LAYOUTS
-    ],
-)
+@pytest.mark.parametrize("layout", params(LAYOUTS))
 def test_a_layout_trains_like_one_plain_process(
     megatron_ranks: Ranks,
     layout: Layout,

@@ -12,7 +12,7 @@ from tests.ranks import Ranks
 from tests.unit.backends.fsdp_utils.jobs import LENGTHS, make_groups, make_rollouts
 from tests.unit.backends.fsdp_utils.test_actor import SUPERVISED
 from tests.unit.backends.megatron_utils.engine_jobs import make_config, train_rollouts
-from tests.unit.backends.megatron_utils.layouts import Layout
+from tests.unit.backends.megatron_utils.layouts import Layout, params
 
 AUX, Z = 0.5, 0.05
 FLAGS = (
@@ -23,9 +23,9 @@ FLAGS = (
 STEP = 4
 LAYOUTS = [
     Layout(model="moe"),
-    Layout(model="moe", tp=2, ep=2, sequence_parallel=True),
+    Layout(model="moe", tp=2, ep=2, sequence_parallel=True, quick=True),
     Layout(model="moe", cp=2, ep=2),
-    Layout(model="moe", ep=4, dp=4),
+    Layout(model="moe", ep=4, dp=4, quick=True),
     Layout(model="moe", tp=2, pp=2, vpp=2, sequence_parallel=True),
 ]
 
@@ -72,7 +72,7 @@ def plain(models: dict[str, Path]) -> list[tuple[float, float]]:
     return seen
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", params(LAYOUTS))
 def test_the_step_adds_the_token_weighted_mean_over_its_micro_batches(
     megatron_ranks: Ranks,
     models: dict[str, Path],

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from scripts.made_models import make_qwen3, make_qwen3_moe
 from tests.ranks import Ranks
 from tests.unit.backends.megatron_utils.weight_jobs import (
+    digest,
     elements_read_and_held,
     held_after_loading,
     loaded_and_streamed,
@@ -117,9 +118,19 @@ def test_each_tensor_keeps_the_dtype_of_its_own(megatron_ranks: Ranks, mixed: Pa
 def test_a_bf16_model_gives_a_bf16_checkpoint_back(
     megatron_ranks: Ranks, made: dict[str, Path]
 ) -> None:
-    configs = [weight_config(made["moe"], *PP2, *EP2, fp32=False)]
+    configs = [weight_config(made["moe"], *PP2, *EP2, precision="bf16")]
     for (streamed,) in megatron_ranks.run_well(loaded_and_streamed, configs, num_ranks=4):
         assert dict(streamed) == stored(made["moe"])
+
+
+def test_an_fp16_run_sends_what_its_engines_compute_in(
+    megatron_ranks: Ranks, made: dict[str, Path]
+) -> None:
+    tensors = load_file(made["moe"] / "model.safetensors")
+    expected = {name: digest(tensor.half()) for name, tensor in tensors.items()}
+    configs = [weight_config(made["moe"], *PP2, *EP2, precision="fp16")]
+    for (streamed,) in megatron_ranks.run_well(loaded_and_streamed, configs, num_ranks=4):
+        assert dict(streamed) == expected
 
 
 def test_a_tied_tensor_goes_under_the_name_of_the_checkpoint(

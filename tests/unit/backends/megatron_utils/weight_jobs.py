@@ -27,10 +27,11 @@ Digest = tuple[str, tuple[int, ...], str]
 """dtype, shape, hash of the bytes"""
 
 
-def weight_config(model: Path, *layout: str, fp32: bool = True) -> MilesConfig:
+def weight_config(model: Path, *layout: str, precision: str = "fp32") -> MilesConfig:
     """Rows of padding in the vocabulary, and with more ranks more of them."""
     padding = ("--make-vocab-size-divisible-by", "40")
-    return make_config(model, *padding, *layout, precision={"fp32": fp32})
+    switches = {name: name == precision for name in ("fp16", "fp32")}
+    return make_config(model, *padding, *layout, precision=switches)
 
 
 def digest(tensor: Tensor) -> Digest:
@@ -62,7 +63,7 @@ def _load_and_stream(config: MilesConfig) -> list[tuple[str, Digest]]:
             tensor.data.fill_(torch.nan)
         converter = Converter.for_config(hf.load_config(directory))
         load_hf(chunks, converter, directory)
-        stream = stream_hf(chunks, converter, HFFiles(directory))
+        stream = stream_hf(chunks, converter, HFFiles(directory), fp16=config.precision.fp16)
         owned: set[int] = {t.untyped_storage().data_ptr() for t in local_tensors(chunks).values()}
         names: list[tuple[str, Digest]] = []
         kept: list[Tensor] = []

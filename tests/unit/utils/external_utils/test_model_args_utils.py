@@ -54,7 +54,7 @@ def run(*arguments: str, options: tuple[str, ...] = ()) -> "subprocess.Completed
         env={"PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 
