@@ -18,7 +18,11 @@ from tests.unit.backends.megatron_utils.checkpoint_jobs import (
     make_rollouts,
     train_rollouts,
 )
-from tests.unit.backends.megatron_utils.engine_jobs import dtypes_of, weights_at_start
+from tests.unit.backends.megatron_utils.engine_jobs import (
+    dtypes_of,
+    train_with_naps,
+    weights_at_start,
+)
 from tests.unit.backends.megatron_utils.layouts import OVERLAP
 
 MARKED = ("linear_attn.A_log", "linear_attn.norm.weight")
@@ -81,6 +85,17 @@ def test_the_optimizer_moves_marked_parameters_by_less_than_bf16_can_tell(
             assert dtype == "torch.float32"
             moved = torch.frombuffer(bytearray(data), dtype=torch.float32) - stored[name].flatten()
             torch.testing.assert_close(moved.abs(), torch.full_like(moved, LR), atol=3e-7, rtol=0)
+
+
+def test_marked_parameters_sleep_and_wake_bit_for_bit(megatron_ranks: Ranks, model: Path) -> None:
+    config = bf16(model, " ".join(OVERLAP))
+    rollouts = make_rollouts(config, 2, dp_size=2)
+    slept = megatron_ranks.run_well(train_with_naps, config, rollouts, num_ranks=2)
+    awake = megatron_ranks.run_well(train_rollouts, config, rollouts, num_ranks=2)
+    for one, other in zip(slept, awake, strict=True):
+        assert one["weights"] == other["weights"]
+        assert one["held"] == {0}
+        assert all(one["same"])
 
 
 def test_a_checkpoint_holds_every_bit_of_marked_parameters(
