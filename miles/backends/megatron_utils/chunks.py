@@ -55,8 +55,11 @@ def build_chunks(args: argparse.Namespace, *, trainable: bool) -> list[nn.Module
             vp_stage=vp_stage,
         )
 
-    nowhere = open(devnull, "w", encoding="utf-8")  # noqa: SIM115
-    with nowhere, redirect_stdout(nowhere), marked_dtypes_kept():
+    with (
+        open(devnull, "w", encoding="utf-8") as nowhere,
+        redirect_stdout(nowhere),
+        marked_dtypes_kept(),
+    ):
         chunks = get_model(
             provide, ModelType.encoder_or_decoder, wrap_with_ddp=trainable, config=config
         )

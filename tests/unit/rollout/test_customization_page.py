@@ -75,7 +75,8 @@ def test_every_hook_has_a_section_and_an_example_of_its_signature(hooks: Any) ->
     headings = re.findall(r"^### (.*)$", PAGE.read_text(), re.MULTILINE)
     flags = {flag for heading in headings for flag in re.findall(r"`(--[a-z-]+)`", heading)}
     assert flags == {"--" + field.replace("_", "-") for field in HOOKS} | {
-        "--generate-tool-specs-path"
+        "--generate-tool-specs-path",
+        "--spec",
     }
     for field, name in FUNCTION_OF.items():
         load_function(f"my_hooks.{name}", HOOKS[field])

@@ -27,6 +27,7 @@ from tests.unit.backends.megatron_utils.engine_jobs import (
     train_rollouts,
     weights_at_start,
 )
+from tests.unit.backends.megatron_utils.test_conversion import assert_equal_directories, ran_well
 
 SPEC = ("--spec", "miles_plugins.models.phi3", "get_phi3_spec")
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
@@ -79,6 +80,17 @@ def test_an_architecture_of_a_plugin_reaches_the_engines_bit_for_bit(
         weights_at_start, make_config(phi3, *SPEC, *TP2), num_ranks=2
     ):
         assert answer == {name: as_bytes(tensor) for name, tensor in stored.items()}
+
+
+@pytest.mark.full
+def test_an_architecture_of_a_plugin_survives_both_conversions(phi3: Path, tmp_path: Path) -> None:
+    there, back = str(tmp_path / "torch_dist"), str(tmp_path / "back")
+    ran_well("convert_hf_to_torch_dist", "--hf-checkpoint", str(phi3), "--save", there, *SPEC)
+    ran_well(
+        *("convert_torch_dist_to_hf", "--load", there, "--hf-checkpoint", str(phi3)),
+        *("--save", back, *SPEC),
+    )
+    assert_equal_directories(phi3, Path(back))
 
 
 def test_the_command_line_gets_the_flags_of_the_plugins_architecture(phi3: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from miles.backends.training_utils.checkpoints import TRACKER
-from scripts.made_models import make_qwen3, make_qwen3_moe
+from scripts.made_models import make_qwen3, make_qwen3_5, make_qwen3_moe
 from tools.convert_hf_to_torch_dist import main as hf_to_torch_dist
 from tools.convert_torch_dist_to_hf import main as torch_dist_to_hf
 
@@ -91,6 +91,20 @@ def test_experts_survive_layouts_that_differ(tmp_path: Path) -> None:
     ran_well(
         *("convert_torch_dist_to_hf", "--load", there, "--hf-checkpoint", str(hf)),
         *("--save", back, *layout, "--expert-tensor-parallel-size", "1", "--sequence-parallel"),
+        num_ranks=2,
+    )
+    assert_equal_directories(hf, Path(back))
+
+
+@pytest.mark.full
+def test_layers_that_differ_survive_other_layouts(tmp_path: Path) -> None:
+    """Qwen3.5 in bf16, with its few fp32 parameters."""
+    hf = make_qwen3_5(tmp_path / "hf", dtype=torch.bfloat16)
+    there, back = str(tmp_path / "torch_dist"), str(tmp_path / "back")
+    ran_well("convert_hf_to_torch_dist", "--hf-checkpoint", str(hf), "--save", there, num_ranks=2)
+    ran_well(
+        *("convert_torch_dist_to_hf", "--load", there, "--hf-checkpoint", str(hf)),
+        *("--save", back, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
         num_ranks=2,
     )
     assert_equal_directories(hf, Path(back))

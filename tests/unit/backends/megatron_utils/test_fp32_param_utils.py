@@ -18,7 +18,11 @@ from tests.unit.backends.megatron_utils.checkpoint_jobs import (
     make_rollouts,
     train_rollouts,
 )
-from tests.unit.backends.megatron_utils.engine_jobs import dtypes_of, weights_at_start
+from tests.unit.backends.megatron_utils.engine_jobs import (
+    dtypes_of,
+    train_with_naps,
+    weights_at_start,
+)
 from tests.unit.backends.megatron_utils.layouts import OVERLAP
 
 MARKED = ("linear_attn.A_log", "linear_attn.norm.weight")
@@ -43,8 +47,8 @@ def stored(model: Path) -> dict[str, Tensor]:
     return weights
 
 
-def bf16(model: Path, layout: str = "", **groups: dict[str, Any]) -> Any:
-    optimizer = {"lr": LR, "lr_decay_style": "constant", "weight_decay": 0.0, "adam_eps": 1e-12}
+def bf16(model: Path, layout: str = "", lr: float = LR, **groups: dict[str, Any]) -> Any:
+    optimizer = {"lr": lr, "lr_decay_style": "constant", "weight_decay": 0.0, "adam_eps": 1e-12}
     return make_config(model, layout, precision={"fp32": False}, optimizer=optimizer, **groups)
 
 
@@ -83,6 +87,17 @@ def test_the_optimizer_moves_marked_parameters_by_less_than_bf16_can_tell(
             torch.testing.assert_close(moved.abs(), torch.full_like(moved, LR), atol=3e-7, rtol=0)
 
 
+def test_marked_parameters_sleep_and_wake_bit_for_bit(megatron_ranks: Ranks, model: Path) -> None:
+    config = bf16(model, " ".join(OVERLAP))
+    rollouts = make_rollouts(config, 2, dp_size=2)
+    slept = megatron_ranks.run_well(train_with_naps, config, rollouts, num_ranks=2)
+    awake = megatron_ranks.run_well(train_rollouts, config, rollouts, num_ranks=2)
+    for one, other in zip(slept, awake, strict=True):
+        assert one["weights"] == other["weights"]
+        assert one["held"] == {0}
+        assert all(one["same"])
+
+
 def test_a_checkpoint_holds_every_bit_of_marked_parameters(
     megatron_ranks: Ranks, model: Path, tmp_path: Path
 ) -> None:
@@ -95,6 +110,17 @@ def test_a_checkpoint_holds_every_bit_of_marked_parameters(
     ):
         for part in ("weights", "optimizer", "counts"):
             assert answer[part] == before[part]
-    other = bf16(model, PP2, checkpoint={"load": str(tmp_path)})
-    for answer in megatron_ranks.run_well(load_and_report, other, num_ranks=2):
+
+
+def test_another_layout_finds_the_optimizers_state_of_each_parameter(
+    megatron_ranks: Ranks, model: Path, tmp_path: Path
+) -> None:
+    """A step at rate 0 makes every weight what the optimizer holds of it."""
+    config = bf16(model, TP2, checkpoint={"save": str(tmp_path)})
+    rollouts = make_rollouts(config, 2, dp_size=1)
+    written = megatron_ranks.run_well(train_rollouts, config, rollouts[:1], (0,), num_ranks=2)
+    other = bf16(model, PP2, lr=0.0, checkpoint={"load": str(tmp_path)})
+    for answer in megatron_ranks.run_well(train_rollouts, other, rollouts, num_ranks=2):
+        assert answer["first"] == 1
+        assert len(answer["steps"]) == 2
         assert answer["weights"] == written[0]["weights"]
