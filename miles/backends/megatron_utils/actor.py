@@ -100,6 +100,7 @@ class MegatronTrainRayActor(TrainRayActor):
 
         self._weight_sync.close()
         self._checkpointer.finish()
+        self.ops.close()
         destroy()
         super().shutdown()
 

@@ -109,6 +109,15 @@ class MegatronPolicyOps:
         self.model.synchronize_parameters()
         self.store.sleep()
 
+    def close(self) -> None:
+        """Let go of model, gradients and process groups; nothing can be called after it.
+
+        Gradient hooks keep Megatron's wrapper alive as long as the process, in a circle that
+        Python's collector does not see: so the wrapper is emptied.
+        """
+        for chunk in self.optimizer.chunks:
+            vars(chunk).clear()
+
     def copy_policy_to_ref(self) -> None:
         """Make the reference the present policy (--ref-update-interval). Collective."""
         assert self.ref is not None
