@@ -247,10 +247,12 @@ def _with_own_settings(optimizer: Any, loaded: dict[Any, Any]) -> dict[Any, Any]
         members += [{}] * (len(part.param_groups) - len(members))
         settings = [
             {key: value for key, value in group.items() if key not in ("params", "step")}
+            # A group without parameters on this rank counts no steps: a count would go stale.
+            | (counted if group["params"] else {})
             for group in part.param_groups
         ]
         inner["param_groups"] = [
-            {**group, **chosen, **counted} for group, chosen in zip(members, settings, strict=False)
+            {**group, **chosen} for group, chosen in zip(members, settings, strict=False)
         ]
         own.append(state)
     return dict(enumerate(own)) if len(parts) > 1 else own[0]

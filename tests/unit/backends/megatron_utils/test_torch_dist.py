@@ -10,7 +10,7 @@ from miles.backends.training_utils import checkpoints
 from miles.config.errors import ConfigError
 from miles.config.root import MilesConfig
 from miles.core.hf import load_config
-from scripts.made_models import make_qwen3
+from scripts.made_models import make_qwen3, make_qwen3_moe
 from tests.ranks import Ranks
 from tests.unit.backends.megatron_utils.checkpoint_jobs import (
     WHOLE,
@@ -89,6 +89,24 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(  # noqa: PLR091
         assert before["steps"] + after["steps"] == whole["steps"]
         assert any(not step.skipped and step.grad_norm > 0 for step in after["steps"])
         for key in ("weights", "optimizer", "counts", "rate", "rng", "ref"):
+            assert after[key] == whole[key], key
+
+
+@pytest.mark.full
+def test_a_stage_without_experts_resumes_beside_one_with_experts(
+    megatron_ranks: Ranks, tmp_path: Path
+) -> None:
+    model = make_qwen3_moe(tmp_path / "model", num_layers=4, dense_layers=(0, 1))
+    layout = " ".join(Layout(model="moe", pp=2, ep=2, dp=2).argv)
+    config = make_config(model, layout, **BF16)
+    rollouts = make_rollouts(config, 2, 2)
+    uninterrupted = megatron_ranks.run_well(train_rollouts, config, rollouts, num_ranks=4)
+    config = saving(config, tmp_path / "run")
+    megatron_ranks.run_well(train_rollouts, config, rollouts[:1], (0,), num_ranks=4)
+    resumed = megatron_ranks.run_well(train_rollouts, config, rollouts, num_ranks=4)
+    for whole, after in zip(uninterrupted, resumed, strict=True):
+        assert after["first"] == 1
+        for key in ("weights", "optimizer", "counts", "rng"):
             assert after[key] == whole[key], key
 
 
