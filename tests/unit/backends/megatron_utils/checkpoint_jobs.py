@@ -38,6 +38,14 @@ def make_config(model: Path, layout: str = "", **groups: dict[str, Any]) -> Mile
     return dataclasses.replace(config, megatron_argv=argv)
 
 
+def saving(config: MilesConfig, folder: Path, **fields: Any) -> MilesConfig:
+    """The run saves to ``folder`` and resumes from it."""
+    checkpoint = dataclasses.replace(
+        config.checkpoint, save=str(folder), load=str(folder), **fields
+    )
+    return dataclasses.replace(config, checkpoint=checkpoint)
+
+
 def make_rollouts(config: MilesConfig, count: int, dp_size: int) -> list[list[TrainBatch]]:
     """Shards by rollout and data-parallel rank."""
     return [make_batches(make_groups(i, LENGTHS), config, i, dp_size) for i in range(count)]
