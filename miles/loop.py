@@ -39,6 +39,7 @@ class Job:
         self._metrics: dict[str, float] = {}
         self._recorded: dict[str, float] = {}
         self._first_rollout_id = 0
+        self._rollout_id: int | None = None
         self._resumed = False
         self._placement: Placement | None = None
         self._rollout = RolloutService(config)
@@ -76,6 +77,7 @@ class Job:
             self.console.say(f"nothing left to run: {self._first_rollout_id} rollouts are done")
         for rollout_id in range(self._first_rollout_id, last):
             self._metrics, self._recorded = {}, {}
+            self._rollout_id = rollout_id
             start = time.perf_counter()
             yield rollout_id
             self._metrics["perf/step_time"] = time.perf_counter() - start
@@ -126,7 +128,7 @@ class Job:
         await self._memory.make_room_for_engines()
         replaced = await self._supervisor.replace_dead()
         async with self._phase("sync", "update_weights_time", "syncing weights"):
-            await self._push_weights("weight sync")
+            await self._push_weights(self._moment("weight sync"))
         if replaced:
             await self._rollout.set_engines(self._engines.addresses)
 
@@ -260,8 +262,13 @@ class Job:
         """After an engine was replaced: everybody gets the trainer's weights, then serves."""
         assert self._engines is not None
         if self._trainer is not None:
-            await self._push_weights("engine restart")
+            await self._push_weights(self._moment("engine restart"))
         await self._rollout.set_engines(self._engines.addresses)
+
+    def _moment(self, what: str) -> str:
+        """For messages: what happens, and when in the run."""
+        when = "start" if self._rollout_id is None else f"rollout {self._rollout_id}"
+        return f"{what} ({when})"
 
     async def _push_weights(self, during: str) -> None:
         assert self._trainer is not None

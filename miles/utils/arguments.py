@@ -22,7 +22,7 @@ from miles.config.reference import configuration_page
 from miles.config.root import MilesConfig
 from miles.config.rules.problems import problem
 from miles.contracts.hook_check import check_hooks
-from miles.core import hf, logging
+from miles.core import hf, logging, places
 from miles.rollout import debug_data, multi_turn, prompts
 from miles.rollout.rewards import table as rewards
 
@@ -164,6 +164,25 @@ def check_checkpoint(config: MilesConfig) -> list[Problem]:
     return check_load(config.checkpoint.load)
 
 
+def check_places(config: MilesConfig) -> list[Problem]:
+    """What is to be written can be."""
+    directories = {
+        "save": config.checkpoint.save,
+        "run_dir": config.observability.run_dir,
+        "tensorboard_dir": config.observability.tensorboard_dir,
+    }
+    problems: list[Problem] = []
+    for dest, directory in directories.items():
+        reason = None if directory is None else places.reason_against(directory)
+        if reason is not None:
+            problems.append(problem(config, dest, remedy=reason))
+    sentinel = config.checkpoint.save_trigger_sentinel
+    if sentinel is not None and os.path.isdir(sentinel):
+        remedy = "is a directory; name a file, which need not exist"
+        problems.append(problem(config, "save_trigger_sentinel", remedy=remedy))
+    return problems
+
+
 def check_chat_template(config: MilesConfig) -> list[Problem]:
     """The chat template is there."""
     path = config.data.chat_template_path
@@ -179,6 +198,7 @@ OUTSIDE_CHECKS: tuple[Callable[[MilesConfig], list[Problem]], ...] = (
     multi_turn.check,
     debug_data.check,
     check_checkpoint,
+    check_places,
     check_chat_template,
     check_hooks,
 )

@@ -20,6 +20,9 @@ ATTENTION_PACKAGES: Mapping[str, str] = {
 }
 """transformers attention -> the module that it needs."""
 
+ATTENTIONS = ("eager", "sdpa", "flex_attention", *ATTENTION_PACKAGES)
+"""Names that transformers knows; one with a slash is a kernel of the hub."""
+
 _ARCHITECTURE = (
     "leave it out: the architecture comes from the config.json of --hf-checkpoint, not from flags"
 )
@@ -135,6 +138,9 @@ def _layout(config: MilesConfig) -> list[Problem]:
 
 def _attention(config: MilesConfig) -> list[Problem]:
     implementation = config.fsdp.attn_implementation
+    if not (implementation is None or "/" in implementation or implementation in ATTENTIONS):
+        remedy = f"one of {', '.join(ATTENTIONS)}, or a kernel of the hub (owner/name)"
+        return [problem(config, "attn_implementation", remedy=remedy)]
     package = None if implementation is None else missing_attention_package(implementation)
     if package is None:
         return []

@@ -255,6 +255,10 @@ def clear_sentinel(path: str) -> None:
 def _refuse_other_kinds(folder: Path) -> None:
     if _STEP.fullmatch(folder.name) and not _iterations(folder):
         raise _refused(folder, f"is one step; give its parent directory {str(folder.parent)!r}")
+    if not (folder / TRACKER).exists() and any(
+        any(folder.glob(pattern)) for pattern in (".metadata", "*.distcp", "metadata.json")
+    ):
+        raise _refused(folder, "lies within a step; give the directory that holds iter_*")
     if (folder / "config.json").is_file() and not (folder / TRACKER).exists():
         raise _refused(
             folder,

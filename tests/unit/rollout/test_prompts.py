@@ -84,9 +84,9 @@ def test_a_slice_takes_the_rows_it_names(
 def test_a_slice_without_rows_and_an_empty_file_are_refused(
     tmp_path: Path, numbered: str, tokenizer: Any
 ) -> None:
-    assert "no row left; there are 10" in error_of(tokenizer, f"{numbered}@[20:]")
+    assert "no row is left of 10" in error_of(tokenizer, f"{numbered}@[20:]")
     (tmp_path / "empty.jsonl").write_text("")
-    assert "no row left" in error_of(tokenizer, str(tmp_path / "empty.jsonl"))
+    assert "no row is left" in error_of(tokenizer, str(tmp_path / "empty.jsonl"))
 
 
 def test_parquet_rows_are_read_like_json_lines(tmp_path: Path, tokenizer: Any) -> None:
