@@ -162,6 +162,7 @@ class Job:
         with_trainer = not config.observability.debug_rollout_only
         layout = plan_layout(config, with_engines=with_engines, with_trainer=with_trainer)
         self.console.say(f"run directory: {self.run_dir}")
+        self.console.say("starting: Ray's workers, engines and trainer load the model")
         with self.console.phase("starting"):
             self._placement = await reserve(layout, config.cluster.placement_timeout_s)
             config = with_num_rollout(config, await self._rollout.start())

@@ -13,7 +13,6 @@ from typing import Any
 
 from miles.backends.megatron_utils import (
     architecture,
-    bridge,
     derive,
     machine,
     namespace,
@@ -179,8 +178,11 @@ def _validated(config: MilesConfig, argv: Sequence[str]) -> list[Problem]:
     return []
 
 
-def _model(config: MilesConfig, spec: bridge.Spec) -> tuple[_Model | None, list[Problem]]:
+def _model(config: MilesConfig, spec: Sequence[str] | None) -> tuple[_Model | None, list[Problem]]:
     """``None`` without problems where the directory itself is at fault, which has its own rule."""
+    # It imports torch, which --help and other backends' command lines do without.
+    from miles.backends.megatron_utils import bridge
+
     path = config.rollout.hf_checkpoint
     if path is None:
         return None, []

@@ -342,3 +342,18 @@ def test_recorded_rollouts_need_prompts_only_for_a_users_evaluation() -> None:
     assert check(made_config(**recorded)) == []
     (problem,) = check(made_config(**recorded, eval_function_path="judge.evaluate"))
     assert problem.flag == "--prompt-data"
+
+
+def test_bad_rows_are_found_when_flags_are_parsed(tmp_path: Path, numbered: str) -> None:
+    rows = [{"input": "a"}, {"input": 3}, {"inputs": "b"}, {"input": [{"role": "user"}]}]
+    (problem,) = check(made_config(prompt_data=write_rows(tmp_path / "bad.jsonl", rows)))
+    assert problem.flag == "--prompt-data"
+    assert "3 rows cannot be used" in problem.remedy
+    assert "line 2: 'input' is int" in problem.remedy
+    (problem,) = check(made_config(prompt_data=numbered, label_key="answer"))
+    assert "no key 'answer' (--label-key)" in problem.remedy
+    (problem,) = check(made_config(prompt_data=f"{numbered}@[10:]"))
+    assert "no row is left of 10" in problem.remedy
+    conversation = [{"input": [{"role": "user", "content": "hi"}]}]
+    spec = write_rows(tmp_path / "talk.jsonl", conversation)
+    assert check(made_config(prompt_data=spec, apply_chat_template=True)) == []

@@ -88,3 +88,9 @@ def test_a_refusal_names_the_file_that_the_flag_stands_in() -> None:
     problem = refuse(Foreign(name="--sequence-parallel", words=(), file="run.yaml"))
     assert problem is not None
     assert problem.remedy.endswith("(in run.yaml)")
+
+
+def test_an_attention_that_nobody_knows_is_refused_with_the_names() -> None:
+    (problem,) = check(config(attn_implementation="flash"), frozenset())
+    assert problem.flag == "--attn-implementation"
+    assert "sdpa" in problem.remedy

@@ -281,3 +281,9 @@ def test_the_sentinel_is_seen_and_cleared(tmp_path: Path) -> None:
     checkpoints.clear_sentinel(path)
     checkpoints.clear_sentinel(path)
     assert not checkpoints.sentinel_requested(path)
+
+
+def test_the_inside_of_a_step_is_no_fresh_start(tmp_path: Path) -> None:
+    step = save(tmp_path, 3)
+    (step / "model" / ".metadata").touch()
+    assert "lies within a step" in remedy(step / "model")
