@@ -15,8 +15,9 @@ def model(tmp_path: Path) -> Path:
     """A folder that looks like a checkpoint; its contents are not read by the checks."""
     folder = tmp_path / "model"
     folder.mkdir()
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+    for name in ("config.json", "tokenizer.json"):
         (folder / name).write_text("{}")
+    (folder / "model.safetensors").write_bytes(len(b"{}").to_bytes(8, "little") + b"{}")
     return folder
 
 
