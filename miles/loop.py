@@ -39,6 +39,7 @@ class Job:
         self._metrics: dict[str, float] = {}
         self._recorded: dict[str, float] = {}
         self._first_rollout_id = 0
+        self._rollout_id: int | None = None
         self._resumed = False
         self._placement: Placement | None = None
         self._rollout = RolloutService(config)
@@ -76,6 +77,7 @@ class Job:
             self.console.say(f"nothing left to run: {self._first_rollout_id} rollouts are done")
         for rollout_id in range(self._first_rollout_id, last):
             self._metrics, self._recorded = {}, {}
+            self._rollout_id = rollout_id
             start = time.perf_counter()
             yield rollout_id
             self._metrics["perf/step_time"] = time.perf_counter() - start
@@ -126,7 +128,7 @@ class Job:
         await self._memory.make_room_for_engines()
         replaced = await self._supervisor.replace_dead()
         async with self._phase("sync", "update_weights_time", "syncing weights"):
-            await self._push_weights("weight sync")
+            await self._push_weights(self._moment("weight sync"))
         if replaced:
             await self._rollout.set_engines(self._engines.addresses)
 
@@ -160,6 +162,7 @@ class Job:
         with_trainer = not config.observability.debug_rollout_only
         layout = plan_layout(config, with_engines=with_engines, with_trainer=with_trainer)
         self.console.say(f"run directory: {self.run_dir}")
+        self.console.say("starting: Ray's workers, engines and trainer load the model")
         with self.console.phase("starting"):
             self._placement = await reserve(layout, config.cluster.placement_timeout_s)
             config = with_num_rollout(config, await self._rollout.start())
@@ -202,6 +205,9 @@ class Job:
         announce = self._trainer is None
         folder = checkpoints.resolve_load(self.config.checkpoint.load, announce=announce)
         if folder is None:
+            return
+        if checkpoints.is_weights_only(folder):
+            self.console.say(f"first start, from the weights in {folder}")
             return
         self._resumed = True
         await self._rollout.load(folder)
@@ -257,8 +263,13 @@ class Job:
         """After an engine was replaced: everybody gets the trainer's weights, then serves."""
         assert self._engines is not None
         if self._trainer is not None:
-            await self._push_weights("engine restart")
+            await self._push_weights(self._moment("engine restart"))
         await self._rollout.set_engines(self._engines.addresses)
+
+    def _moment(self, what: str) -> str:
+        """For messages: what happens, and when in the run."""
+        when = "start" if self._rollout_id is None else f"rollout {self._rollout_id}"
+        return f"{what} ({when})"
 
     async def _push_weights(self, during: str) -> None:
         assert self._trainer is not None

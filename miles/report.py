@@ -1,8 +1,11 @@
-"""Pictures and tables of a run, from its ``metrics.jsonl``: ``python -m miles.report RUN_DIR``."""
+"""Pictures and tables of a run, from its ``metrics.jsonl``: ``python -m miles.report RUN_DIR``.
+
+Several directories are compared in one picture.
+"""
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ from miles.core.console import RunConsole
 from miles.core.tracking import METRICS_FILE, read_metrics
 
 REWARD = "rollout/raw_reward"
+LOSS = "train/loss"
 SMOOTHING_WINDOW = 10
 SUMMARY: tuple[tuple[str, str, str], ...] = (
     ("mean reward", REWARD, "{:.3f}"),
@@ -64,6 +68,33 @@ def draw_reward(run_dir: Path, title: str | None = None) -> Path | None:
     return path
 
 
+def draw_comparison(runs: Mapping[str, Path], path: Path) -> Path:
+    """Write the reward curves and the losses of several runs, by label, to one picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (top, bottom) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 7))
+    for position, (label, run_dir) in enumerate(runs.items()):
+        rows, color = read_metrics(run_dir), f"C{position}"
+        for axes, name in ((top, REWARD), (bottom, LOSS)):
+            steps, values = series(rows, name)
+            axes.plot(steps, values, color=color, alpha=0.3, linewidth=1)
+            axes.plot(steps, smooth(values), color=color, linewidth=2, label=label)
+    top.set_ylabel("mean reward")
+    bottom.set_ylabel("loss")
+    bottom.set_xlabel("rollouts")
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+        axes.legend(loc="best")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path
+
+
 def summarize(run_dir: Path, console: RunConsole, num_ends: int = 25) -> None:
     """Print first against last rollouts, at most half of them each."""
     rows = [row for row in read_metrics(run_dir) if row["step"] > 0]
@@ -86,13 +117,25 @@ def _is_eval_score(name: str) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("run_dir", type=Path)
-    run_dir = parser.parse_args(argv).run_dir
-    if not (run_dir / METRICS_FILE).is_file():
-        parser.error(f"{run_dir} has no {METRICS_FILE}: give the --run-dir of a run")
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
+    parser.add_argument(
+        "--picture", type=Path, default=Path("comparison.png"), help="where the comparison goes"
+    )
+    arguments = parser.parse_args(argv)
+    for run_dir in arguments.run_dirs:
+        if not (run_dir / METRICS_FILE).is_file():
+            parser.error(f"{run_dir} has no {METRICS_FILE}: give the --run-dir of a run")
     console = RunConsole(0)
-    summarize(run_dir, console)
-    picture = draw_reward(run_dir)
+    for run_dir in arguments.run_dirs:
+        if len(arguments.run_dirs) > 1:
+            console.say(str(run_dir))
+        summarize(run_dir, console)
+    if len(arguments.run_dirs) > 1:
+        runs = {str(run_dir): run_dir for run_dir in arguments.run_dirs}
+        picture = draw_comparison(runs, arguments.picture)
+    else:
+        (run_dir,) = arguments.run_dirs
+        picture = draw_reward(run_dir)
     if picture is not None:
         console.say(f"picture: {picture}")
 

@@ -8,16 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from miles.backends.training_utils import checkpoints
+from miles.config.errors import ConfigError, Problem
 from miles.config.root import MilesConfig
 from miles.core.tracking import Tracker, WandbSettings
 
 
 def make_run_dir(config: MilesConfig) -> Path:
-    """Create ``--run-dir`` (default ``runs/<time>``) and write the run's config there."""
+    """Create ``--run-dir`` (default ``runs/<time>``) and write the run's config there.
+
+    Raises ``ConfigError``.
+    """
     default = Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
     run_dir = Path(config.observability.run_dir or default).resolve()
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.json").write_text(json.dumps(config.to_dict(), indent=2), encoding="utf-8")
+    text = json.dumps(config.to_dict(), indent=2)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.json").write_text(text, encoding="utf-8")
+    except OSError as error:
+        problem = Problem("--run-dir", str(run_dir), f"cannot be written: {error}")
+        raise ConfigError([problem]) from error
     return run_dir
 
 

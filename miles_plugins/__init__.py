@@ -1,0 +1,1 @@
+"""Extensions of Miles that are loaded by name: nothing in ``miles`` imports this package."""

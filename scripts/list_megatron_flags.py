@@ -27,7 +27,7 @@ MEGATRON_FLAGS = frozenset(_NAMES.split())
 
 def megatron_parser() -> argparse.ArgumentParser:
     """A parser with Megatron's options only."""
-    from megatron.training.arguments import (  # pyright: ignore[reportMissingImports]
+    from megatron.training.arguments import (
         add_megatron_arguments,
     )
 

@@ -1,7 +1,8 @@
 """The demo: a made 0.4M-parameter Qwen3 learns to reverse four digits, on a CPU, in minutes.
 
-A supervised warm-up with our own loss, then GRPO through ``train.py``: two FSDP ranks over gloo,
-an embedded engine, weights synced and checked after every rollout, a checkpoint on disk.
+A supervised warm-up with our own loss, then GRPO through ``train.py``: two trainer ranks over gloo
+(FSDP2, or Megatron with tensor and sequence parallelism), an embedded engine, weights synced and
+checked after every rollout, a checkpoint on disk.
 """
 
 import shutil
@@ -9,6 +10,7 @@ import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -22,6 +24,13 @@ from scripts.made_models import make_qwen3
 TARGET = 0.85
 LAST = 25
 
+Backend = Literal["fsdp", "megatron"]
+LAYOUTS: dict[Backend, dict[str, FlagValue]] = {
+    "fsdp": {},
+    "megatron": {"tensor-model-parallel-size": 2, "sequence-parallel": True},
+}
+"""How each backend lays the model over the two ranks."""
+
 
 @dataclass(frozen=True)
 class Demo:
@@ -29,7 +38,7 @@ class Demo:
 
     seed: int = 0
     """Seed of model, data, sampling and training: the same seed gives the same run."""
-    train_backend: str = "fsdp"
+    train_backend: Backend = "fsdp"
     """Training backend."""
     num_warm_up: int = 34
     """Supervised steps before it."""
@@ -42,6 +51,7 @@ class Demo:
 def shared_flags(demo: Demo) -> dict[str, FlagValue]:
     return {
         "train-backend": demo.train_backend,
+        **LAYOUTS[demo.train_backend],
         "actor-num-gpus-per-node": 2,
         "fp32": True,
         "seed": demo.seed,
@@ -55,7 +65,14 @@ def shared_flags(demo: Demo) -> dict[str, FlagValue]:
 
 
 def warm_up(demo: Demo, folder: Path) -> Path:
-    """A few supervised steps; returns the exported model."""
+    """Write the data and take a few supervised steps; returns the exported model."""
+    reverse_digits.write_data(
+        folder / "data",
+        demo.seed,
+        num_supervised=128 * demo.num_warm_up,
+        num_train=6400,
+        num_eval=128,
+    )
     model = make_qwen3(
         folder / "model",
         alphabet=reverse_digits.ALPHABET,
@@ -82,8 +99,9 @@ def warm_up(demo: Demo, folder: Path) -> Path:
     return export
 
 
-def reinforce(demo: Demo, folder: Path, model: Path) -> None:
-    flags: dict[str, FlagValue] = {
+def reinforcement_flags(demo: Demo, folder: Path, model: Path) -> dict[str, FlagValue]:
+    """The command line of ``train.py``, with the data in ``folder``."""
+    return {
         **shared_flags(demo),
         "rollout-num-gpus": 1,
         "rollout-engine": "embedded",
@@ -112,7 +130,6 @@ def reinforce(demo: Demo, folder: Path, model: Path) -> None:
         "save-keep": 1,
         "run-dir": folder,
     }
-    run_train(flags)
 
 
 def rewards(folder: Path) -> list[float]:
@@ -122,20 +139,14 @@ def rewards(folder: Path) -> list[float]:
 
 
 def main(demo: Demo) -> int:
-    folder = demo.run_dir.resolve() / f"seed-{demo.seed}"
+    prefix = "" if demo.train_backend == "fsdp" else f"{demo.train_backend}-"
+    folder = demo.run_dir.resolve() / f"{prefix}seed-{demo.seed}"
     if folder.exists():
         shutil.rmtree(folder)
     print("1/2  supervised warm-up: the model sees some right answers", flush=True)
-    reverse_digits.write_data(
-        folder / "data",
-        demo.seed,
-        num_supervised=128 * demo.num_warm_up,
-        num_train=6400,
-        num_eval=128,
-    )
     model = warm_up(demo, folder)
     print("2/2  reinforcement learning: it samples, is scored, and learns from that", flush=True)
-    reinforce(demo, folder, model)
+    run_train(reinforcement_flags(demo, folder, model))
     values = rewards(folder)
     first, last = values[0], statistics.fmean(values[-LAST:])
     print(f"mean sampled reward: {first:.3f} at the start, {last:.3f} over the last {LAST}")

@@ -33,6 +33,22 @@ def tiny_qwen3_untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A 2-layer bf16 Qwen3-MoE with 4 experts, which its files hold one by one."""
+    import torch
+
+    from scripts.made_models import make_qwen3_moe
+
+    return make_qwen3_moe(
+        tmp_path_factory.mktemp("models") / "tiny-qwen3-moe",
+        hidden_size=32,
+        expert_size=16,
+        num_experts=4,
+        dtype=torch.bfloat16,
+    )
+
+
+@pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
     """Two processes for jobs over gloo, started with the first test that needs them."""
     ranks = Ranks(2)

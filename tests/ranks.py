@@ -3,6 +3,7 @@
 Over gloo, or, where there are accelerators, each on a device of its own.
 """
 
+import gc
 import multiprocessing as mp
 import os
 from collections.abc import Callable
@@ -21,21 +22,17 @@ class Ranks:
     """
 
     def __init__(self, num_ranks: int) -> None:
-        context = mp.get_context("spawn")
+        self._num_ranks = num_ranks
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        for _ in range(num_ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            self._pipes.append(ours)
-            self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, num_ranks: int | None = None) -> Any:
         """What the function returned or raised, rank by rank."""
         from torch.distributed import TCPStore
 
-        pipes = self._pipes[:num_ranks]
+        wanted = self._num_ranks if num_ranks is None else num_ranks
+        self._start(wanted)
+        pipes = self._pipes[:wanted]
         store = TCPStore(
             "127.0.0.1",
             0,
@@ -60,6 +57,17 @@ class Ranks:
             if isinstance(answer, BaseException):
                 raise answer
         return answers
+
+    def _start(self, wanted: int) -> None:
+        """Have so many processes: each takes seconds to start, and many jobs need few."""
+        assert wanted <= self._num_ranks, f"{self._num_ranks} ranks"
+        context = mp.get_context("spawn")
+        while len(self._processes) < wanted:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -103,3 +111,5 @@ def _outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return error
     finally:
         distributed.destroy_process_group()
+        # Groups that circles of objects hold keep their threads, which wake up all the time.
+        gc.collect()

@@ -57,7 +57,11 @@ class AlgorithmConfig:
     ] = "k1"
     use_unbiased_kl: Annotated[bool, Doc("Weight the KL loss by the policy ratio.")] = False
     ref_load: Annotated[
-        str | None, Doc("Hugging Face directory of the reference; by default --hf-checkpoint.")
+        str | None,
+        Doc(
+            "Hugging Face directory of the reference; by default --hf-checkpoint. Megatron: also "
+            "the parent of a torch_dist checkpoint, whose weights the policy starts from too."
+        ),
     ] = None
     ref_update_interval: Annotated[
         int | None, Doc("Copy the policy into the reference every so many rollouts.")

@@ -15,6 +15,11 @@ class ClusterConfig:
     actor_num_gpus_per_node: Annotated[
         int, Doc("Trainer ranks on each node, one GPU each (on a CPU: process slots).")
     ] = 8
+    context_parallel_size: Annotated[
+        int,
+        Doc("Ranks that split the tokens of a sample between them (megatron backend only)."),
+        Flag(shared=True),
+    ] = 1
     rollout_num_gpus: Annotated[
         int | None,
         Doc("GPUs for the engines. With --colocate it is always the trainer's number."),

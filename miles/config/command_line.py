@@ -1,8 +1,9 @@
 """Arguments and ``--config`` file to one namespace; every problem is collected, none stops it."""
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from miles.config.errors import Problem
 from miles.config.flags import UNSET, FlagSpec, add_arguments, flag_specs, read_namespace
@@ -16,9 +17,14 @@ class Foreign:
     """An argument that is none of our flags: another backend's, or a slip of the pen."""
 
     name: str
-    value: str
+    words: tuple[str, ...] = ()
+    """Its values, as they were separated."""
     file: str | None = None
     """The YAML file that it stands in; ``None``: the command line."""
+
+    @property
+    def value(self) -> str:
+        return " ".join(self.words)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +53,11 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE.yaml",
         default=None,
         help="A YAML file of flags; the command line overrules it, it overrules the defaults.",
+    )
+    parser.add_argument(
+        "--help-megatron",
+        action="store_true",
+        help="List the flags of Megatron's that --train-backend megatron takes too, and exit.",
     )
     add_arguments(parser, MilesConfig)
     return parser
@@ -79,14 +90,15 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     )
 
 
-def unknown_flag(foreign: Foreign) -> Problem:
-    """The problem of a flag that nobody knows, with the nearest flags that exist."""
+def unknown_flag(foreign: Foreign, others: Iterable[str] = ()) -> Problem:
+    """The problem of a flag that nobody knows, with the nearest flags that exist: ours, and those
+    of ``others`` (with their dashes)."""
     if not foreign.name.startswith("-"):
         remedy = "belongs to no flag; put quotes around a text with spaces"
         return Problem(foreign.name, foreign.value, remedy)
     known = [option for spec in flag_specs(MilesConfig) for option in spec.options]
     where = f" in {foreign.file}" if foreign.file is not None else ""
-    hint = did_you_mean(foreign.name, [*known, "--config"])
+    hint = did_you_mean(foreign.name, list(dict.fromkeys([*known, "--config", *others])))
     return Problem(foreign.name, foreign.value, f"unknown flag{where}; {hint or 'see --help'}")
 
 
@@ -154,10 +166,14 @@ def _foreign(extras: Sequence[str], file: str | None) -> list[Foreign]:
     """Unknown options, each with the words behind it; a word alone stands for itself."""
     found: list[Foreign] = []
     for token in extras:
-        if token.startswith("-") or not found:
-            name, _, value = token.partition("=")
-            found.append(Foreign(name=name, value=value, file=file))
-        else:
+        if found and not _is_option(token):
             last = found[-1]
-            found[-1] = Foreign(name=last.name, value=f"{last.value} {token}".strip(), file=file)
+            found[-1] = replace(last, words=(*last.words, token))
+        else:
+            name, equals, value = token.partition("=")
+            found.append(Foreign(name=name, words=(value,) if equals else (), file=file))
     return found
+
+
+def _is_option(token: str) -> bool:
+    return token.startswith("-") and not re.match(r"-\.?\d", token)

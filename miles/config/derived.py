@@ -1,6 +1,28 @@
 """What follows from several flags together; asked by the rules and by those who build the job."""
 
+import math
+
 from miles.config.root import MilesConfig
+
+
+def total_optimizer_steps(config: MilesConfig) -> int:
+    """Steps of the whole run, which the learning-rate schedule spans."""
+    data = config.data
+    if data.num_steps_per_rollout is not None:
+        per_rollout = data.num_steps_per_rollout
+    else:
+        samples = (data.rollout_batch_size or 1) * data.n_samples_per_prompt
+        per_rollout = math.ceil(samples / (data.global_batch_size or samples))
+    return (data.num_rollout or 1) * per_rollout
+
+
+def token_budget(config: MilesConfig) -> int | None:
+    """Tokens of a packed micro-batch, which the ranks of context parallelism share; ``None`` where
+    micro-batches have a number of samples instead."""
+    data = config.data
+    if not data.use_dynamic_batch_size or data.max_tokens_per_gpu is None:
+        return None
+    return data.max_tokens_per_gpu * config.cluster.context_parallel_size
 
 
 def needs_reference(config: MilesConfig) -> bool:

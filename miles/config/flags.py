@@ -102,7 +102,7 @@ class FlagSpec:
 def flag_specs(config_type: type) -> tuple[FlagSpec, ...]:
     """Every flag of a root config, group by group in the order of declaration."""
     specs: list[FlagSpec] = []
-    for group, group_type in get_type_hints(config_type).items():
+    for group, group_type in group_types(config_type).items():
         hints = get_type_hints(group_type, include_extras=True)
         specs += [
             _spec(group, field, hints[field.name]) for field in dataclasses.fields(group_type)
@@ -110,6 +110,12 @@ def flag_specs(config_type: type) -> tuple[FlagSpec, ...]:
     dests = [spec.dest for spec in specs]
     assert len(dests) == len(set(dests)), "two groups declare the same flag"
     return tuple(specs)
+
+
+def group_types(config_type: type) -> dict[str, Any]:
+    """The groups of flags by their field; other fields of a root config are no flags."""
+    hints = get_type_hints(config_type)
+    return {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
 
 
 def group_heading(group_type: type) -> tuple[str, str]:
@@ -124,7 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser, config_type: type) -> None:
     Where the parser has a shared option already (Megatron's), only our default is set on it.
     """
     specs = flag_specs(config_type)
-    for group, group_type in get_type_hints(config_type).items():
+    for group, group_type in group_types(config_type).items():
         section = parser.add_argument_group(*group_heading(group_type))
         for spec in specs:
             if spec.group == group:
@@ -138,7 +144,7 @@ def read_namespace(namespace: argparse.Namespace, config_type: type) -> tuple[An
     """
     raw = vars(namespace)
     problems: list[Problem] = []
-    groups: dict[str, dict[str, Any]] = {group: {} for group in get_type_hints(config_type)}
+    groups: dict[str, dict[str, Any]] = {group: {} for group in group_types(config_type)}
     for spec in flag_specs(config_type):
         value = raw[spec.dest]
         if isinstance(value, float) and not math.isfinite(value):
@@ -147,7 +153,7 @@ def read_namespace(namespace: argparse.Namespace, config_type: type) -> tuple[An
             problems.append(Problem(spec.name, value.value, value.remedy))
         elif value is not UNSET:
             groups[spec.group][spec.dest] = value
-    types = get_type_hints(config_type)
+    types = group_types(config_type)
     return config_type(**{group: types[group](**groups[group]) for group in types}), problems
 
 

@@ -45,6 +45,15 @@ class HooksConfig:
     custom_tis_function_path: Annotated[str | None, Doc("Replaces the weights of --use-tis.")] = (
         None
     )
+    custom_megatron_init_path: Annotated[
+        str | None, Doc("Called once Megatron is initialized, before the model is built.")
+    ] = None
+    custom_megatron_before_log_prob_hook_path: Annotated[
+        str | None, Doc("Called before every computation of log-probabilities.")
+    ] = None
+    custom_megatron_before_train_step_hook_path: Annotated[
+        str | None, Doc("Called before every optimizer step's forward and backward passes.")
+    ] = None
     custom_rollout_log_function_path: Annotated[
         str | None, Doc("Replaces the metrics of a rollout.")
     ] = None

@@ -1,8 +1,6 @@
 """``docs/configuration.md`` from the declarations of the flags."""
 
-from typing import get_type_hints
-
-from miles.config.flags import FlagSpec, flag_specs, group_heading
+from miles.config.flags import FlagSpec, flag_specs, group_heading, group_types
 
 _HEAD = """\
 # Configuration
@@ -12,7 +10,8 @@ Generated from `miles/config/` by `make docs`; do not edit.
 Every setting is a flag of `train.py`. `python train.py --help` shows the same list. A flag exists
 only if it works, one that has no effect with the others given is refused, and every problem of a
 command line is reported at once, with what to do, before any process starts. Flags cannot be
-abbreviated.
+abbreviated. With `--train-backend megatron`, Megatron's own flags are settings too
+(`--help-megatron`; [training backends](training-backend.md)).
 
 ## Files and precedence
 
@@ -47,7 +46,7 @@ A value that begins with two dashes is written `--flag=VALUE`.
 def configuration_page(config_type: type) -> str:
     """The whole page: one table for each group of flags."""
     sections = [_HEAD]
-    for group, group_type in get_type_hints(config_type).items():
+    for group, group_type in group_types(config_type).items():
         title, description = group_heading(group_type)
         sections.append(f"## {title}\n\n{description[:1].upper()}{description[1:]}\n")
         rows = [_row(spec) for spec in flag_specs(config_type) if spec.group == group]

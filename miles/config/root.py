@@ -13,6 +13,7 @@ from miles.config.hooks import HooksConfig
 from miles.config.observability import ObservabilityConfig
 from miles.config.offload import OffloadConfig
 from miles.config.optimizer import OptimizerConfig
+from miles.config.precision import PrecisionConfig
 from miles.config.reward import RewardConfig
 from miles.config.rollout import RolloutConfig
 from miles.config.weight_sync import WeightSyncConfig
@@ -29,12 +30,16 @@ class MilesConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     hooks: HooksConfig = field(default_factory=HooksConfig)
+    megatron_argv: tuple[str, ...] = ()
+    """Megatron's own arguments of a run on that backend, given and derived: its parser reads them
+    in the driver, to check them, and again in each trainer process."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by group: what is logged and checkpointed."""

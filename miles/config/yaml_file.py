@@ -1,6 +1,7 @@
 """A YAML file of flags as arguments, so that one path reads both it and the command line."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,11 @@ def read_arguments(path: str, specs: Sequence[FlagSpec]) -> tuple[list[str], lis
     arguments: list[str] = []
     problems: list[Problem] = []
     seen: dict[str, str] = {}
-    for key, value in _load(path).items():
+    content, repeated = _load(path)
+    for key in repeated:
+        remedy = f"stands more than once in {path}; leave one"
+        problems.append(Problem(f"--{key.replace('_', '-')}", content.get(key), remedy))
+    for key, value in content.items():
         name = str(key).replace("_", "-")
         spec, option = names.get(name, (None, f"--{name}"))
         flag = spec.dest if spec is not None else name
@@ -29,7 +34,7 @@ def read_arguments(path: str, specs: Sequence[FlagSpec]) -> tuple[list[str], lis
             remedy = f"the same flag as {seen[flag]!r} in {path}; leave one out"
             problems.append(Problem(option, value, remedy))
         seen[flag] = str(key)
-        if name in ("config", "help"):
+        if name in ("config", "help", "help-megatron"):
             problems.append(Problem(option, value, f"has no place in a file ({path})"))
             continue
         try:
@@ -39,21 +44,25 @@ def read_arguments(path: str, specs: Sequence[FlagSpec]) -> tuple[list[str], lis
     return arguments, problems
 
 
-def _load(path: str) -> Mapping[Any, Any]:
+def _load(path: str) -> tuple[Mapping[Any, Any], list[str]]:
+    """The mapping, and the keys that stand in it more than once: YAML takes the last of them."""
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
+        text = Path(path).read_text(encoding="utf-8-sig")
+        content, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem("--config", path, f"cannot be read: {error}")]) from error
     except yaml.YAMLError as error:
         raise ConfigError([Problem("--config", path, f"is not YAML: {error}")]) from error
     if content is None:
-        return {}
+        return {}, []
     if not isinstance(content, dict):
         remedy = "must hold a mapping of flag names to values, such as 'lr: 1e-6'"
         raise ConfigError([Problem("--config", path, remedy)])
-    return content
+    assert isinstance(node, yaml.MappingNode)
+    counts = Counter(str(key.value) for key, _ in node.value)
+    return content, [key for key, count in counts.items() if count > 1]
 
 
 def _arguments(spec: FlagSpec | None, option: str, value: object) -> list[str]:

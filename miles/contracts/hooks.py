@@ -4,6 +4,7 @@
 marked "may be async" is awaited when it is a coroutine function, else run in a thread.
 """
 
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,6 +19,7 @@ from miles.core import plugins
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
 
 
 class Generator(Protocol):
@@ -184,6 +186,30 @@ def eval_log(
     ...  # pyright: ignore[reportReturnType]
 
 
+def megatron_init(args: Namespace) -> None:
+    """``--custom-megatron-init-path``: ``args`` is Megatron's namespace; its groups exist."""
+    ...
+
+
+def megatron_before_log_prob(args: Namespace, model: "list[Module]", store_prefix: str) -> None:
+    """``--custom-megatron-before-log-prob-hook-path``: ``model`` are this rank's chunks;
+    ``store_prefix`` is ``"ref_"`` for the reference, else empty."""
+    ...
+
+
+def megatron_before_train_step(
+    args: Namespace,
+    rollout_id: int,
+    step_id: int,
+    model: "list[Module]",
+    optimizer: Any,
+    opt_param_scheduler: Any,
+) -> None:
+    """``--custom-megatron-before-train-step-hook-path``: ``step_id`` counts within the rollout;
+    optimizer and schedule are Megatron's."""
+    ...
+
+
 HOOKS: dict[str, Callable[..., Any]] = {
     "data_source_path": data_source,
     "rollout_function_path": rollout,
@@ -198,6 +224,9 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "rollout_all_samples_process_path": all_samples_process,
     "custom_loss_function_path": loss,
     "custom_tis_function_path": importance_weights,
+    "custom_megatron_init_path": megatron_init,
+    "custom_megatron_before_log_prob_hook_path": megatron_before_log_prob,
+    "custom_megatron_before_train_step_hook_path": megatron_before_train_step,
     "custom_rollout_log_function_path": rollout_log,
     "custom_eval_rollout_log_function_path": eval_log,
 }

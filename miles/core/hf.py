@@ -1,5 +1,6 @@
 """The only loader of Hugging Face configs and tokenizers."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ class CheckpointDirError(ValueError):
 
 
 def check_directory(path: str) -> None:
-    """Raise ``CheckpointDirError`` unless ``path`` holds config, tokenizer and weights."""
+    """Raise ``CheckpointDirError`` unless ``path`` holds config, tokenizer and whole weights."""
     folder = Path(path)
     if not folder.is_dir():
-        raise CheckpointDirError(f"{path!r} is not a directory")
+        raise CheckpointDirError(f"{path!r} is not a directory; names of a hub are not fetched")
     if not (folder / "config.json").is_file():
         hint = ""
         if any(folder.glob("iter_*")) or (folder / ".metadata").exists():
@@ -22,6 +23,24 @@ def check_directory(path: str) -> None:
         raise CheckpointDirError(f"{path!r} has no weights (*.safetensors)")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise CheckpointDirError(f"{path!r} has no tokenizer (tokenizer.json)")
+    _check_readable(folder)
+
+
+def _check_readable(folder: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    config = folder / "config.json"
+    try:
+        json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointDirError(f"{config} is not JSON: {error}") from error
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            # Reads the header, and that the file is as long as it says.
+            with safe_open(file, framework="numpy"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise CheckpointDirError(f"{file} is damaged or cut short: {error}") from error
 
 
 def load_config(path: str) -> Any:
@@ -29,6 +48,17 @@ def load_config(path: str) -> Any:
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(path, trust_remote_code=True)
+
+
+def tensor_names(path: str) -> frozenset[str]:
+    """Names in the safetensors files of a directory; empty when it has none."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in Path(path).glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            names.update(tensors.keys())
+    return frozenset(names)
 
 
 def load_tokenizer(path: str, chat_template_path: str | None = None) -> Any:

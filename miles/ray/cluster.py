@@ -1,6 +1,7 @@
 """Joins the Ray cluster of ``RAY_ADDRESS``, or starts one on this machine for this run."""
 
 import os
+import signal
 import socket
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def start() -> None:
     existing = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     python_path = os.pathsep.join(dict.fromkeys([root, os.getcwd(), *existing]))
     require_reachable(os.environ.get("RAY_ADDRESS", ""))
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     ray.init(
         include_dashboard=False,
         logging_level=logging.ERROR,
@@ -41,6 +43,8 @@ def start() -> None:
             "worker_process_setup_hook": f"{__name__}.{enter_working_dir.__name__}",
         },
     )
+    # Ray's own handler ends the process before anything is taken down.
+    signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def require_reachable(address: str) -> None:

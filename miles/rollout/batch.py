@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from miles.config.derived import is_supervised
+from miles.config.derived import is_supervised, token_budget
 from miles.config.root import MilesConfig
 from miles.contracts.hooks import load_hook
 from miles.contracts.types import Float32, Group, Sample, Status, TrainBatch
@@ -49,7 +49,7 @@ def make_batches(
         [len(row.tokens) for row in rows],
         steps,
         dp_size,
-        token_budget=data.max_tokens_per_gpu if data.use_dynamic_batch_size else None,
+        token_budget=token_budget(config),
         micro_batch_size=data.micro_batch_size,
     )
     num_tokens = [sum(row.loss_mask) for row in rows]

@@ -14,17 +14,24 @@ from miles.contracts.types import Prompt
 from miles.core import logging, plugins
 from miles.rollout.chat_template import ChatTemplate
 from miles.rollout.row_parser import RowParser
-from miles.rollout.rows import BadRow, check_spec, read_rows, refuse_bad_rows
+from miles.rollout.rows import (
+    BadRow,
+    RowKeys,
+    check_spec,
+    parse_spec,
+    read_rows,
+    refuse_bad_rows,
+)
 
 log = logging.get(__name__)
 
 
 def check(config: MilesConfig) -> list[Problem]:
-    """What is wrong with the data flags, without reading a row."""
+    """What is wrong with the data flags and with the rows of files."""
     problems = list[Problem]()
     spec = config.data.prompt_data
     if spec is not None:
-        problems += check_spec("--prompt-data", spec)
+        problems += check_data("--prompt-data", spec, config)
     elif config.hooks.data_source_path is None and reads_prompts(config):
         problems.append(Problem("--prompt-data", None, "give the prompts (or --data-source-path)"))
     pairs = config.evaluation.eval_prompt_data
@@ -33,8 +40,23 @@ def check(config: MilesConfig) -> list[Problem]:
         remedy = "give pairs of a name of its own and its data: name file [name file ...]"
         return [*problems, Problem("--eval-prompt-data", pairs, remedy)]
     for eval_spec in pairs[1::2]:
-        problems += check_spec("--eval-prompt-data", eval_spec)
+        problems += check_data("--eval-prompt-data", eval_spec, evaluation_config(config))
     return problems
+
+
+def check_data(flag: str, spec: str, config: MilesConfig) -> list[Problem]:
+    """What is wrong with a data set; of a file every row's keys and types, but not its template."""
+    problems = check_spec(flag, spec)
+    if problems or parse_spec(spec).family is not None:
+        return problems
+    try:
+        rows, keys = read_rows(flag, spec, config.data)
+        parser = _row_parser(config, keys)
+        parsed = [parser.parse(row) for row in rows]
+        refuse_bad_rows(flag, spec, [row for row in parsed if isinstance(row, BadRow)])
+    except ConfigError as error:
+        return list(error.problems)
+    return []
 
 
 def reads_prompts(config: MilesConfig) -> bool:
@@ -53,6 +75,15 @@ def make_source(config: MilesConfig, tokenizer: Any) -> DataSource:
 def eval_sources(config: MilesConfig, tokenizer: Any) -> dict[str, list[Prompt]]:
     """The prompts of each evaluation set; ``group_id`` is the position in the set."""
     pairs = config.evaluation.eval_prompt_data
+    evaluation = evaluation_config(config)
+    return {
+        name: load_prompts("--eval-prompt-data", spec, evaluation, tokenizer)
+        for name, spec in zip(pairs[::2], pairs[1::2], strict=True)
+    }
+
+
+def evaluation_config(config: MilesConfig) -> MilesConfig:
+    """The config with the keys of evaluation's rows."""
     data = replace(
         config.data,
         input_key=config.evaluation.eval_input_key or config.data.input_key,
@@ -60,11 +91,7 @@ def eval_sources(config: MilesConfig, tokenizer: Any) -> dict[str, list[Prompt]]
     )
     # Evaluation generates and scores, also when the loss is supervised.
     algorithm = replace(config.algorithm, loss_type="policy_loss")
-    evaluation_config = replace(config, data=data, algorithm=algorithm)
-    return {
-        name: load_prompts("--eval-prompt-data", spec, evaluation_config, tokenizer)
-        for name, spec in zip(pairs[::2], pairs[1::2], strict=True)
-    }
+    return replace(config, data=data, algorithm=algorithm)
 
 
 class PromptSource:
@@ -138,13 +165,9 @@ def load_prompts(flag: str, spec: str, config: MilesConfig, tokenizer: Any) -> l
     when no prompt is left.
     """
     rows, keys = read_rows(flag, spec, config.data)
-    parser = RowParser(
-        keys=keys,
-        template=ChatTemplate(tokenizer=tokenizer, kwargs=config.data.apply_chat_template_kwargs),
-        apply_chat_template=config.data.apply_chat_template,
-        supervised=config.algorithm.loss_type == "sft_loss",
-        tools=load_tool_specs(config),
-    )
+    kwargs = config.data.apply_chat_template_kwargs
+    template = ChatTemplate(tokenizer=tokenizer, kwargs=kwargs)
+    parser = replace(_row_parser(config, keys), template=template, tools=load_tool_specs(config))
     parsed = [parser.parse(row) for row in rows]
     refuse_bad_rows(flag, spec, [row for row in parsed if isinstance(row, BadRow)])
     prompts = _encode([p for p in parsed if isinstance(p, Prompt)], tokenizer)
@@ -155,6 +178,17 @@ def load_prompts(flag: str, spec: str, config: MilesConfig, tokenizer: Any) -> l
     ]
     refuse_bad_rows(flag, spec, empty)
     return _leave_out_long(flag, spec, prompts, config)
+
+
+def _row_parser(config: MilesConfig, keys: RowKeys) -> RowParser:
+    """One that checks rows alone."""
+    return RowParser(
+        keys=keys,
+        template=None,
+        apply_chat_template=config.data.apply_chat_template,
+        supervised=config.algorithm.loss_type == "sft_loss",
+        tools=None,
+    )
 
 
 def load_tool_specs(config: MilesConfig) -> tuple[dict[str, Any], ...] | None:

@@ -21,7 +21,8 @@ class RowParser:
     """How the rows of one data set become prompts."""
 
     keys: RowKeys
-    template: ChatTemplate
+    template: ChatTemplate | None
+    """``None`` to check rows alone: nothing is rendered, the text of a conversation is empty."""
     apply_chat_template: bool
     supervised: bool
     """The row itself holds what is trained: assistant turns, or a label."""
@@ -41,9 +42,9 @@ class RowParser:
         label = self._label(values)
         tools = _tools(values.get(self.keys.tools), self.keys.tools) or self.tools
         text, messages = self._input(values)
-        if messages is not None:
-            text = self._render(messages, tools)
-        if not text:
+        if messages is not None and self.template is not None:
+            text = self._render(self.template, messages, tools)
+        if not text and (messages is None or self.template is not None):
             raise _RowError(f"{self.keys.input!r} is empty; remove the row")
         has_turn = any(m["role"] == "assistant" for m in messages or ())
         if self.supervised and label is None and not has_turn:
@@ -79,13 +80,16 @@ class RowParser:
         raise _RowError(f"{key!r} is {type(value).__name__}; give text or a list of messages")
 
     def _render(
-        self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] | None
+        self,
+        template: ChatTemplate,
+        messages: tuple[Message, ...],
+        tools: tuple[dict[str, Any], ...] | None,
     ) -> str:
         prompt = messages
         if self.supervised:
             roles = [m["role"] for m in messages]
             prompt = messages[: roles.index("assistant")] if "assistant" in roles else messages
-        return self.template.render(prompt, tools, generation_prompt=True)
+        return template.render(prompt, tools, generation_prompt=True)
 
     def _label(self, values: Mapping[str, Any]) -> str | None:
         key = self.keys.label

@@ -117,7 +117,9 @@ def read_rows(flag: str, spec: str, data: DataConfig) -> tuple[list[Row | BadRow
         keys = RowKeys(data.input_key, data.label_key, data.metadata_key, data.tool_key)
     kept = rows[parsed.rows]
     if not kept:
-        raise ConfigError([Problem(flag, spec, f"no row left; there are {len(rows)}")])
+        raise ConfigError(
+            [Problem(flag, spec, f"no row is left of {len(rows)}; give rows, or another slice")]
+        )
     return kept, keys
 
 

@@ -7,19 +7,22 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from miles.backends.fsdp_utils import arguments as fsdp_arguments
-from miles.backends.training_utils.checkpoints import check_load
+from miles.backends.megatron_utils import arguments as megatron_arguments
+from miles.backends.megatron_utils.namespace import add_miles_arguments
+from miles.backends.training_utils.checkpoints import check_load, holds_steps
 from miles.config import rules
 from miles.config.command_line import CommandLine, Foreign, read_command_line, unknown_flag
+from miles.config.derived import needs_reference
 from miles.config.errors import ConfigError, Problem
-from miles.config.flags import add_arguments, flag_specs
-from miles.config.megatron_flags import MEGATRON_FLAGS
+from miles.config.flags import flag_specs
 from miles.config.reference import configuration_page
 from miles.config.root import MilesConfig
 from miles.config.rules.problems import problem
 from miles.contracts.hook_check import check_hooks
-from miles.core import hf, logging
+from miles.core import hf, logging, places
 from miles.rollout import debug_data, multi_turn, prompts
 from miles.rollout.rewards import table as rewards
 
@@ -33,8 +36,12 @@ def parse_args(argv: Sequence[str] | None = None) -> MilesConfig:
 
     Prints every problem and exits with code 2 when there is any.
     """
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        config, messages = read_config(sys.argv[1:] if argv is None else argv)
+        if "--help-megatron" in argv:
+            print(megatron_arguments.help_text(), end="")
+            raise SystemExit(0)
+        config, messages = read_config(argv)
     except ConfigError as error:
         program = os.path.basename(sys.argv[0])
         count = len(error.problems)
@@ -50,68 +57,53 @@ def read_config(argv: Sequence[str]) -> tuple[MilesConfig, list[str]]:
     """The config, and what was reconciled. Raises ``ConfigError`` with every problem at once."""
     line = read_command_line(argv)
     config, messages = rules.resolve(line.config)
-    problems = _without_consequences(check_all(config, line.given, line.foreign), line)
+    megatron_argv, problems, more = _check_backend(config, line.given, line.foreign)
+    problems = _without_consequences([*problems, *check_all(config, line.given)], line)
     if problems:
         raise ConfigError(problems)
-    return config, messages
+    return replace(config, megatron_argv=megatron_argv), [*messages, *more]
 
 
-def check_all(
-    config: MilesConfig, given: frozenset[str], foreign: Sequence[Foreign]
-) -> list[Problem]:
-    """Everything wrong with a resolved config: rules, backend, engine, files, user code."""
-    problems = _check_backend(config, given, foreign)
-    problems += rules.check(config, given)
-    problems += _check_engine(config)
+def check_all(config: MilesConfig, given: frozenset[str]) -> list[Problem]:
+    """Everything wrong with a resolved config but what its backend finds: rules, engine, files,
+    user code."""
+    problems = [*rules.check(config, given), *_check_engine(config)]
     for check in OUTSIDE_CHECKS:
         problems += check(config)
     return problems
 
 
 def get_miles_extra_args_provider() -> Provider:
-    """A function that adds all our arguments to a parser; Megatron calls it on its own.
+    """What Megatron's ``parse_args`` calls on its parser: adds all our arguments.
 
     Options that the parser has already keep their declaration and get our default.
     """
-
-    def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        add_arguments(parser, MilesConfig)
-        return parser
-
-    return provider
+    return add_miles_arguments
 
 
 def _check_backend(
     config: MilesConfig, given: frozenset[str], foreign: Sequence[Foreign]
-) -> list[Problem]:
+) -> tuple[tuple[str, ...], list[Problem], list[str]]:
+    """``megatron_argv``, problems and messages."""
     if config.cluster.train_backend == "fsdp":
         refusals = [fsdp_arguments.refuse(flag) or unknown_flag(flag) for flag in foreign]
-        return [*fsdp_arguments.check(config, given), *refusals]
-    return _refuse_megatron(config, given, foreign)
+        only = _of_the_other_backend(config, given, "megatron")
+        return (), [*fsdp_arguments.check(config, given), *only, *refusals], []
+    megatron_argv, problems, messages = megatron_arguments.check(config, foreign)
+    return megatron_argv, [*problems, *_of_the_other_backend(config, given, "fsdp")], messages
 
 
-def _refuse_megatron(
-    config: MilesConfig, given: frozenset[str], foreign: Sequence[Foreign]
-) -> list[Problem]:
+def _of_the_other_backend(config: MilesConfig, given: frozenset[str], other: str) -> list[Problem]:
+    """Our flags that only the ``other`` backend has."""
     remedy = (
-        "needs the extra [megatron], which this version does not offer yet; "
-        "use --train-backend fsdp"
+        f"the {config.cluster.train_backend} backend does not have it; leave it out, or train with "
+        f"--train-backend {other}"
     )
-    unknown = [flag for flag in foreign if flag.name.removeprefix("--") not in MEGATRON_FLAGS]
     return [
-        problem(config, "train_backend", remedy=remedy),
-        *(_fsdp_only(config, given)),
-        *(unknown_flag(flag) for flag in unknown),
+        problem(config, spec.dest, remedy=remedy)
+        for spec in flag_specs(MilesConfig)
+        if spec.dest in given and (spec.group == other or f"_{other}_" in spec.dest)
     ]
-
-
-def _fsdp_only(config: MilesConfig, given: frozenset[str]) -> list[Problem]:
-    dests = [spec.dest for spec in flag_specs(MilesConfig) if spec.group == "fsdp"]
-    shared = {spec.dest for spec in flag_specs(MilesConfig) if spec.shared}
-    remedy = (
-        "the megatron backend does not have it; leave it out, or train with --train-backend fsdp"
-    )
-    return [problem(config, d, remedy=remedy) for d in dests if d in given and d not in shared]
 
 
 def _check_engine(config: MilesConfig) -> list[Problem]:
@@ -129,12 +121,16 @@ def _without_consequences(problems: Sequence[Problem], line: CommandLine) -> lis
 
 
 def check_models(config: MilesConfig) -> list[Problem]:
-    """The model and the reference are complete Hugging Face directories."""
-    paths = (
-        ("hf_checkpoint", config.rollout.hf_checkpoint),
-        ("ref_load", config.algorithm.ref_load),
-    )
+    """The model is a complete Hugging Face directory, and so is the reference, which for Megatron
+    may be a checkpoint of its own instead."""
+    reference = config.algorithm.ref_load
+    paths = [("hf_checkpoint", config.rollout.hf_checkpoint)]
     problems: list[Problem] = []
+    if reference is not None and holds_steps(reference) and _trains_with_megatron(config):
+        problems += [replace(p, flag="--ref-load") for p in check_load(reference)]
+    else:
+        paths.append(("ref_load", reference))
+        problems += _unused_reference(config)
     checked: set[str] = set()
     for dest, path in paths:
         if path is None or path in checked:
@@ -147,9 +143,44 @@ def check_models(config: MilesConfig) -> list[Problem]:
     return problems
 
 
+def _unused_reference(config: MilesConfig) -> list[Problem]:
+    if config.algorithm.ref_load is None or needs_reference(config):
+        return []
+    if not _trains_with_megatron(config):
+        return []  # The table of flags without effect has it.
+    remedy = (
+        "a Hugging Face directory is only read as a reference (--use-kl-loss or --kl-coef); the "
+        "policy starts from --hf-checkpoint, or from a torch_dist checkpoint given here"
+    )
+    return [problem(config, "ref_load", remedy=remedy)]
+
+
+def _trains_with_megatron(config: MilesConfig) -> bool:
+    return config.cluster.train_backend == "megatron"
+
+
 def check_checkpoint(config: MilesConfig) -> list[Problem]:
     """What --load names is a checkpoint or the place of a fresh start."""
     return check_load(config.checkpoint.load)
+
+
+def check_places(config: MilesConfig) -> list[Problem]:
+    """What is to be written can be."""
+    directories = {
+        "save": config.checkpoint.save,
+        "run_dir": config.observability.run_dir,
+        "tensorboard_dir": config.observability.tensorboard_dir,
+    }
+    problems: list[Problem] = []
+    for dest, directory in directories.items():
+        reason = None if directory is None else places.reason_against(directory)
+        if reason is not None:
+            problems.append(problem(config, dest, remedy=reason))
+    sentinel = config.checkpoint.save_trigger_sentinel
+    if sentinel is not None and os.path.isdir(sentinel):
+        remedy = "is a directory; name a file, which need not exist"
+        problems.append(problem(config, "save_trigger_sentinel", remedy=remedy))
+    return problems
 
 
 def check_chat_template(config: MilesConfig) -> list[Problem]:
@@ -167,6 +198,7 @@ OUTSIDE_CHECKS: tuple[Callable[[MilesConfig], list[Problem]], ...] = (
     multi_turn.check,
     debug_data.check,
     check_checkpoint,
+    check_places,
     check_chat_template,
     check_hooks,
 )

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from miles.config.checkpoint import CheckpointConfig
 from miles.config.cluster import ClusterConfig
 from miles.config.data import DataConfig
-from miles.config.fsdp import FsdpConfig
 from miles.config.optimizer import OptimizerConfig
+from miles.config.precision import PrecisionConfig
 from miles.config.rollout import RolloutConfig
 from miles.config.root import MilesConfig
 from miles.config.weight_sync import WeightSyncConfig
@@ -25,17 +25,19 @@ from tests.engine_process import running_engine
 from tests.ranks import Ranks
 from tests.unit.rollout.made_samples import made_groups
 
-BACKENDS = ["fsdp"]
+BACKENDS = ["fsdp", "megatron", "megatron-tp2"]
+"""On two data-parallel ranks, the last on one whose tensors are split over two."""
 REWARDS = [[1.0, 0.0, 0.5], [0.0, 1.0]]
 RESPONSES = [6, 3, 9, 4, 5]
 
 
 def make_config(backend: str, model: Path, save: Path) -> MilesConfig:
-    return MilesConfig(
+    config = MilesConfig(
         cluster=ClusterConfig(
-            train_backend=backend,  # pyright: ignore[reportArgumentType]
+            train_backend=backend.removesuffix("-tp2"),  # pyright: ignore[reportArgumentType]
             colocate=True,
             distributed_timeout_minutes=2,
+            actor_num_gpus_per_node=2,
         ),
         rollout=RolloutConfig(hf_checkpoint=str(model), rollout_max_response_len=16),
         data=DataConfig(
@@ -46,12 +48,21 @@ def make_config(backend: str, model: Path, save: Path) -> MilesConfig:
             num_rollout=3,
         ),
         optimizer=OptimizerConfig(lr=1e-3, lr_decay_style="linear"),
-        fsdp=FsdpConfig(fp32=True),
+        precision=PrecisionConfig(fp32=True),
         checkpoint=CheckpointConfig(save=str(save), load=str(save)),
         weight_sync=WeightSyncConfig(
             check_weight_update_equal=True, update_weight_buffer_size=20_000
         ),
     )
+    if backend == "fsdp":
+        return config
+    from miles.backends.megatron_utils import arguments
+
+    argv, problems, _ = arguments.check(config, [])
+    assert problems == []
+    if backend == "megatron-tp2":
+        argv += ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+    return dataclasses.replace(config, megatron_argv=argv)
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,9 @@ def lives(
 ) -> Lives:
     folder = tmp_path_factory.mktemp(f"contract-{request.param}")
     config = make_config(request.param, tiny_qwen3, folder / "save")
-    rollouts = [make_batches(made_groups(REWARDS, RESPONSES), config, i, 2) for i in range(3)]
+    dp_size = 1 if request.param == "megatron-tp2" else 2
+    groups = made_groups(REWARDS, RESPONSES)
+    rollouts = [make_batches(groups, config, i, dp_size) for i in range(3)]
     with running_engine(tiny_qwen3, folder / "engine") as engine:
         engines = HttpEngineSet((engine.url,), timeout_s=60)
         first = two_ranks.run_well(first_life, config, engines, rollouts)

@@ -69,5 +69,20 @@ def uninterrupted_life(config: MilesConfig, rollouts: Rollouts) -> dict[str, str
     return end
 
 
+def synced_life(config: MilesConfig, engines: EngineSet, rollouts: Rollouts) -> dict[str, Any]:
+    """Sync, train, sync; what the engines hold each time, as rank 0 sees them."""
+    actor: Any = BACKENDS.load(config.cluster.train_backend)()
+    actor.init(config)
+    is_first = distributed.rank() == 0
+    actor.update_weights(engines)
+    seen: dict[str, Any] = {"before": engines.weight_checksums() if is_first else None}
+    actor.train(0, rollouts[0][actor.parallel.dp_rank])
+    actor.update_weights(engines)
+    seen["after"] = engines.weight_checksums() if is_first else None
+    seen["trained"] = _digests(actor)
+    actor.shutdown()
+    return seen
+
+
 def _digests(actor: Any) -> dict[str, str]:
     return {weight.name: checksum(weight.tensor) for weight in actor.ops.hf_weights()}

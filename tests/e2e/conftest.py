@@ -87,6 +87,19 @@ def run_train(environment: dict[str, str]) -> Runner:
     return run
 
 
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp": {},
+    "megatron": {"tensor-model-parallel-size": 2, "sequence-parallel": True},
+}
+"""How each backend lays the model over the two trainer ranks of a run."""
+
+BACKENDS = ["fsdp", pytest.param("megatron", marks=(pytest.mark.megatron, pytest.mark.full))]
+
+
+def with_backend(flags: dict[str, Any], backend: str) -> dict[str, Any]:
+    return {**flags, "train-backend": backend, **LAYOUTS[backend]}
+
+
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     """One row for each step."""
     return read_metrics(run_dir)

@@ -114,8 +114,11 @@ def test_an_engine_that_dies_while_the_trainer_works_is_replaced(
     assert not engines_of(own_model)
 
 
+@pytest.mark.parametrize(
+    "sign", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
+)
 def test_an_interrupt_ends_every_process_and_leaves_the_last_checkpoint_valid(
-    start: Start, base_flags: dict[str, Any], own_model: Path, tmp_path: Path
+    start: Start, base_flags: dict[str, Any], own_model: Path, tmp_path: Path, sign: signal.Signals
 ) -> None:
     process = start(
         {
@@ -129,7 +132,7 @@ def test_an_interrupt_ends_every_process_and_leaves_the_last_checkpoint_valid(
         }
     )
     wait_until(lambda: completed(tmp_path / "run") >= 3, process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sign)
     output, _ = process.communicate(timeout=100)
     assert process.returncode == 130, output
     assert not engines_of(own_model)

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from miles.core.hf import tensor_names
 from miles.rollout.debug_data import load_groups
 from miles.utils.external_utils.command_utils import to_argv
-from tests.e2e.conftest import ROOT, metrics_of
+from scripts.made_models import make_qwen3_moe
+from tests.e2e.conftest import BACKENDS, ROOT, metrics_of, with_backend
 
 Runner = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -81,9 +83,11 @@ def test_evaluation_reports_pass_at_k_and_events_reach_tensorboard(recorded: Pat
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_training_from_recorded_rollouts_equals_training_from_live_ones(
-    run_train: Runner, base_flags: dict[str, Any], tmp_path: Path
+    backend: str, run_train: Runner, base_flags: dict[str, Any], tmp_path: Path
 ) -> None:
+    base_flags = with_backend(base_flags, backend)
     record = tmp_path / "rollout-{rollout_id}.msgpack"
     live = run_train({**base_flags, "save-debug-rollout-data": record, "run-dir": tmp_path / "a"})
     assert live.returncode == 0, live.stdout + live.stderr
@@ -105,14 +109,16 @@ def test_a_run_without_trainer_starts_at_the_rollout_it_is_told_to(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_run_killed_at_any_moment_resumes_to_the_same_numbers(
+    backend: str,
     run_train: Runner,
     environment: dict[str, str],
     base_flags: dict[str, Any],
     tmp_path: Path,
 ) -> None:
     flags = {
-        **base_flags,
+        **with_backend(base_flags, backend),
         "num-rollout": 6,
         "save": tmp_path / "ckpt",
         "load": tmp_path / "ckpt",
@@ -138,3 +144,17 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_numbers(
     rows = {row["step"]: training(row) for row in metrics_of(run_dir)}
     expected = {row["step"]: training(row) for row in metrics_of(tmp_path / "whole")}
     assert json.dumps(rows, sort_keys=True) == json.dumps(expected, sort_keys=True)
+
+
+@pytest.mark.full
+def test_a_mixture_of_experts_trains_and_its_experts_reach_the_engines(
+    run_train: Runner, base_flags: dict[str, Any], tmp_path: Path
+) -> None:
+    """The engines' weights are compared after every sync, one digest for each expert's matrix."""
+    model = make_qwen3_moe(tmp_path / "moe")
+    flags = {**base_flags, "hf-checkpoint": model, "save": tmp_path / "ckpt", "save-interval": 3}
+    exports = {"save-hf": tmp_path / "hf-{rollout_id}"}
+    result = run_train({**flags, **exports, "run-dir": tmp_path / "run"}, timeout=250)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [row["step"] for row in metrics_of(tmp_path / "run")][-1] == 3
+    assert tensor_names(str(tmp_path / "hf-2")) == tensor_names(str(model))

@@ -1,4 +1,4 @@
-"""The whole line on a CPU: engines, rewards, two FSDP ranks, weight sync, checkpoints."""
+"""The whole line on a CPU: engines, rewards, two trainer ranks, weight sync, checkpoints."""
 
 import json
 import subprocess
@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import metrics_of
+from miles.backends.training_utils.hf_files import HFFiles
+from miles.weight_sync.checksums import checksum
+from tests.e2e.conftest import BACKENDS, metrics_of, with_backend
 
 Runner = Callable[..., "subprocess.CompletedProcess[str]"]
 TIMES = ("perf/", "time")
@@ -19,11 +21,13 @@ def numbers(row: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in row.items() if not k.startswith(TIMES)}
 
 
-@pytest.fixture(scope="module")
-def flags(base_flags: dict[str, Any], reverse_data: Path) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=BACKENDS)
+def flags(
+    request: pytest.FixtureRequest, base_flags: dict[str, Any], reverse_data: Path
+) -> dict[str, Any]:
     """Evaluated before the first rollout and after the third."""
     return {
-        **base_flags,
+        **with_backend(base_flags, request.param),
         "num-rollout": 4,
         "eval-interval": 3,
         "eval-prompt-data": ["digits", f"{reverse_data / 'eval.jsonl'}@[:4]"],
@@ -104,7 +108,12 @@ def test_a_colocated_run_equals_the_disaggregated_one(
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     run_train: Runner, flags: dict[str, Any], reference_run: Path, tmp_path: Path
 ) -> None:
-    flags = {**flags, "save": tmp_path / "ckpt", "load": tmp_path / "ckpt"}
+    flags = {
+        **flags,
+        "save": tmp_path / "ckpt",
+        "load": tmp_path / "ckpt",
+        "save-hf": tmp_path / "hf-{rollout_id}",
+    }
     first = run_train(
         {**flags, "save-interval": 2, "debug-exit-after-rollout": 2, "run-dir": tmp_path / "a"}
     )
@@ -116,7 +125,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     assert [without_version(numbers(row)) for row in rows] == [
         without_version(row) for row in expected
     ]
-    assert final_weights(tmp_path / "ckpt") == final_weights(reference_run / "ckpt")
+    assert exported_weights(tmp_path) == exported_weights(reference_run)
 
 
 def without_version(row: dict[str, Any]) -> dict[str, Any]:
@@ -124,29 +133,35 @@ def without_version(row: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in row.items() if "weight_version" not in k}
 
 
-def final_weights(save: Path) -> dict[str, str]:
-    """Digest of every tensor of the newest checkpoint's model."""
-    import torch
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    from miles.weight_sync.checksums import checksum
-
-    step = (save / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8")
-    target = save / "model.pt"
-    dcp_to_torch_save(save / f"iter_{int(step):07d}" / "model", target)
-    state: dict[str, Any] = torch.load(target, weights_only=True)
-    return {name: checksum(tensor) for name, tensor in _flat(state).items()}
-
-
-def _flat(state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in state.items():
-        name = f"{prefix}{key}"
-        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return flat
+def exported_weights(folder: Path) -> dict[str, str]:
+    """Digest of every tensor after the last rollout."""
+    files = HFFiles(folder / "hf-3")
+    return {name: checksum(files.read(name)) for name in files.headers}
 
 
 def test_config_json_records_every_flag(reference_run: Path) -> None:
     config = json.loads((reference_run / "run" / "config.json").read_text(encoding="utf-8"))
     assert config["data"]["num_rollout"] == 4
     assert config["checkpoint"]["save_interval"] == 2
+
+
+@pytest.mark.megatron
+def test_a_colocated_megatron_run_generates_trains_and_syncs(
+    run_train: Runner, base_flags: dict[str, Any], tmp_path: Path
+) -> None:
+    omitted = ("rollout-num-gpus", "rollout-engine")
+    flags = {k: v for k, v in base_flags.items() if k not in omitted}
+    result = run_train(
+        {
+            **with_backend(flags, "megatron"),
+            "num-rollout": 2,
+            "colocate": True,
+            "rollout-num-gpus-per-engine": 2,
+            "run-dir": tmp_path,
+        }
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = rollouts(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-5 for row in rows)
+    assert all(row["train/grad_norm"] > 0 for row in rows)

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from tests.ranks import Ranks
+from tests.unit.backends.megatron_utils.layouts import Layout
+from tests.unit.backends.megatron_utils.made_models import make_models
 
 MAX_RANKS = 2
+MAX_LAYOUT_RANKS = 4
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,3 +43,29 @@ def device_ranks() -> Iterator[DeviceRanks]:
     ranks = Ranks(size)
     yield DeviceRanks(ranks, size)
     ranks.close()
+
+
+@dataclass(frozen=True)
+class LayoutRanks:
+    """As many trainer ranks as a layout of Megatron's needs, each on a device of its own."""
+
+    ranks: Ranks
+    size: int
+
+    def run(self, layout: Layout, function: Any, *args: Any) -> Any:
+        if layout.num_ranks > self.size:
+            pytest.skip(f"{layout.num_ranks} accelerators are needed, {self.size} are there")
+        return self.ranks.run_well(function, *args, num_ranks=layout.num_ranks)
+
+
+@pytest.fixture(scope="session")
+def layout_ranks() -> Iterator[LayoutRanks]:
+    size = min(MAX_LAYOUT_RANKS, torch.accelerator.device_count())
+    ranks = Ranks(size)
+    yield LayoutRanks(ranks, size)
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def megatron_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_models(tmp_path_factory.mktemp("megatron-models"))

@@ -1,5 +1,6 @@
 """What the tests of this folder run on trainer ranks, beside the jobs of the CPU tests."""
 
+import gc
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from miles.backends.training_utils.packing import build_micro_batches
 from miles.config.root import MilesConfig
 from miles.contracts.types import TrainBatch
 from miles.core import device
+from miles.ray.train.actor_factory import BACKENDS
 from tests.unit.backends.fsdp_utils.jobs import start, weights_of
 
 
@@ -31,19 +33,22 @@ def memory_of_a_step(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> d
 
 
 def memory_around_sleep(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
-    """Bytes of this rank awake and asleep, twice over, and the weights around it."""
-    actor, _ = start(config)
-    actor.train(0, rollouts[0][actor.parallel.rank])
+    """Bytes of this rank's actor awake and asleep, twice over, and the weights around it."""
+    gc.collect()
+    others = device.memory_stats().allocated_bytes
+    actor: Any = BACKENDS.load(config.cluster.train_backend)()
+    actor.init(config)
+    actor.train(0, rollouts[0][actor.parallel.dp_rank])
     before = weights_of(actor)
     awake: list[int] = []
     asleep: list[int] = []
     for _ in range(2):
-        awake.append(device.memory_stats().allocated_bytes)
+        awake.append(device.memory_stats().allocated_bytes - others)
         actor.sleep()
-        asleep.append(device.memory_stats().allocated_bytes)
+        asleep.append(device.memory_stats().allocated_bytes - others)
         actor.wake_up()
     after = weights_of(actor)
-    stats = actor.train(1, rollouts[1][actor.parallel.rank])
+    stats = actor.train(1, rollouts[1][actor.parallel.dp_rank])
     actor.shutdown()
     return {
         "awake": awake,

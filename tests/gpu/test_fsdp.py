@@ -40,10 +40,11 @@ LAYOUTS = pytest.mark.parametrize("data", [{}, PADDED], ids=["packed", "padded"]
 
 
 def stats_on_device(
-    device_ranks: DeviceRanks, model: Path, data: dict[str, Any], **fsdp: Any
+    device_ranks: DeviceRanks, model: Path, data: dict[str, Any], **precision: Any
 ) -> dict[int, list[tuple[float, float]]]:
     """Log-probs and entropies by sample, gathered from the ranks."""
-    config = make_config(model, data=data, rollout={"rollout_temperature": TEMPERATURE}, fsdp=fsdp)
+    rollout = {"rollout_temperature": TEMPERATURE}
+    config = make_config(model, data=data, rollout=rollout, precision=precision)
     rollouts = make_rollouts(config, 1, device_ranks.size)
     found: dict[int, list[tuple[float, float]]] = {}
     for answer in device_ranks.run(log_probs_of, config, rollouts):
@@ -105,7 +106,7 @@ def test_a_packed_row_costs_no_memory_that_grows_with_its_square(
         data={"max_tokens_per_gpu": 2 * half, "global_batch_size": 2 * device_ranks.size},
         rollout={"rollout_max_response_len": half},
         algorithm={"log_probs_chunk_size": 1024},
-        fsdp={"fp32": fp32},
+        precision={"fp32": fp32},
     )
     groups = make_groups(0, [(16, half - 16)] * (2 * device_ranks.size))
     rollouts = [make_batches(groups, config, 0, device_ranks.size)]

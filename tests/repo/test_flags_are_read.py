@@ -10,11 +10,16 @@ ROOT = Path(__file__).parents[2]
 
 
 def unread_fields() -> list[str]:
-    """Config fields whose name no module outside ``config/`` takes as an attribute."""
+    """Config fields whose name no module outside ``config/`` takes as an attribute, nor
+    ``derived.py``, whose functions others call."""
     modules = [
-        path
-        for path in [*(ROOT / "miles").rglob("*.py"), ROOT / "train.py"]
-        if ROOT / "miles/config" not in path.parents and path != ROOT / "miles/utils/arguments.py"
+        ROOT / "miles/config/derived.py",
+        *(
+            path
+            for path in [*(ROOT / "miles").rglob("*.py"), ROOT / "train.py"]
+            if ROOT / "miles/config" not in path.parents
+            and path != ROOT / "miles/utils/arguments.py"
+        ),
     ]
     source = "\n".join(path.read_text(encoding="utf-8") for path in modules)
     used = set(re.findall(r"\.(\w+)", source)) | set(re.findall(r'load_hook\(\s*"(\w+)"', source))

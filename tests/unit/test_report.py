@@ -39,3 +39,16 @@ def test_a_directory_that_is_no_run_is_named(
     with pytest.raises(SystemExit):
         main([str(tmp_path)])
     assert f"{tmp_path} has no metrics.jsonl" in capsys.readouterr().err
+
+
+def test_several_runs_are_compared_in_one_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "two"):
+        record(tmp_path / name, [0.1, 0.2])
+    picture = tmp_path / "pictures" / "both.png"
+    main([str(tmp_path / "one"), str(tmp_path / "two"), "--picture", str(picture)])
+    assert picture.stat().st_size > 0
+    shown = capsys.readouterr().out
+    assert str(tmp_path / "one") in shown
+    assert str(tmp_path / "two") in shown

@@ -61,7 +61,10 @@ class Engine:
         runner = Runner(model, context_length)
         checkpoint_dtype = config.get_text_config().dtype
         self.receiver = WeightReceiver(
-            model, model.device, cast=checkpoint_dtype not in (None, model.dtype)
+            model,
+            model.device,
+            cast=checkpoint_dtype not in (None, model.dtype),
+            stored=hf.tensor_names(settings.model_path),
         )
         limits = Limits(
             max_rows=settings.max_running_requests,

@@ -8,7 +8,7 @@ import _posixshmem
 import mmap
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from miles.contracts.types import NamedTensor, TensorSpec
 from miles.core.distributed import JoinedGroup, join_group
+from miles.core.experts import expert_slices
 from miles.weight_sync.checksums import checksum
 
 SHM_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")
@@ -46,20 +47,32 @@ class _ShmBucket(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class WeightReceiver:
-    """Writes arriving weights into ``model``, by its own parameter names (= the checkpoint's).
+    """Writes arriving weights into ``model``, by the checkpoint's names.
 
-    Parameters and persistent buffers can be loaded; of tied ones either name will do. ``cast``
+    These are the model's own, but for experts that the checkpoint (which holds the names
+    ``stored``) keeps one by one. Parameters and persistent buffers can be loaded; of tied ones
+    either name will do. ``cast``
     says that the engine was started in another dtype than the checkpoint's: then a floating
     tensor is converted instead of refused. The caller sees to it that the model does not run
     meanwhile.
     """
 
-    def __init__(self, model: torch.nn.Module, device: torch.device, *, cast: bool = False) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        device: torch.device,
+        *,
+        cast: bool = False,
+        stored: Collection[str] = (),
+    ) -> None:
         self._device = device
         self._cast = cast
-        self._targets: dict[str, Tensor] = {
-            name: value.detach() for name, value in model.state_dict(keep_vars=True).items()
-        }
+        self._targets: dict[str, Tensor] = {}
+        for name, value in model.state_dict(keep_vars=True).items():
+            parts = expert_slices(name, value.shape, stored)
+            self._targets |= {part.name: part.of(value.detach()) for part in parts}
+            if not parts:
+                self._targets[name] = value.detach()
         self._groups: dict[str, tuple[JoinedGroup, float]] = {}
         self._received: set[str] = set()
         # Digest of what arrived under a name, where a cast keeps it from being computed later.

@@ -204,6 +204,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         uvicorn.Config(
             app=None,  # pyright: ignore[reportArgumentType] - set below, it needs the holder
             log_level=args.log_level,
+            # Its own configuration would close the handlers of the process it runs in.
+            log_config=None,
             access_log=False,
             timeout_graceful_shutdown=DROP_AFTER_S,
         )

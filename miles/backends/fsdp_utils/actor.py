@@ -1,6 +1,5 @@
 """``FSDPTrainRayActor``: the six methods of the contract on PyTorch FSDP2."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +11,15 @@ from torch import Tensor
 from miles.backends.fsdp_utils import self_check
 from miles.backends.fsdp_utils.checkpoint import BACKEND, Checkpointer, Snapshot
 from miles.backends.fsdp_utils.model import HeadOptions, LoadOptions, ShardedModel, load_model
-from miles.backends.fsdp_utils.offload import HostStore, local_tensor
 from miles.backends.fsdp_utils.optimizer import Optimizer
 from miles.backends.fsdp_utils.parallel import build_mesh, parallel_state
 from miles.backends.fsdp_utils.precision import make_precision
-from miles.backends.fsdp_utils.weights import export_hf, model_tensors, stream_weights
+from miles.backends.fsdp_utils.weights import model_tensors, stream_weights
 from miles.backends.training_utils.consume import consume
+from miles.backends.training_utils.hf_export import export_hf
 from miles.backends.training_utils.losses import needs_entropy
+from miles.backends.training_utils.offload_store import HostStore, local_tensor
+from miles.config.derived import total_optimizer_steps
 from miles.config.root import MilesConfig
 from miles.contracts.engine import EngineSet
 from miles.contracts.parallel import ParallelState
@@ -39,7 +40,7 @@ class FSDPPolicyOps:
         self.parallel = parallel_state()
         mesh = build_mesh(config.fsdp.dp_replicate_size)
         options = LoadOptions(
-            make_precision(config.fsdp),
+            make_precision(config),
             config.fsdp.attn_implementation,
             config.fsdp.gradient_checkpointing,
         )
@@ -218,14 +219,3 @@ class FSDPTrainRayActor(TrainRayActor):
         self._weight_sync.version = int(metadata["weight_version"])
         log.info("resumed from %s", step)
         return int(metadata["iteration"])
-
-
-def total_optimizer_steps(config: MilesConfig) -> int:
-    """Steps of the whole run, which the learning-rate schedule spans."""
-    data = config.data
-    if data.num_steps_per_rollout is not None:
-        per_rollout = data.num_steps_per_rollout
-    else:
-        samples = (data.rollout_batch_size or 1) * data.n_samples_per_prompt
-        per_rollout = math.ceil(samples / (data.global_batch_size or samples))
-    return (data.num_rollout or 1) * per_rollout

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from miles.config.command_line import Foreign
 from miles.config.errors import Problem
+from miles.config.lora_flags import LORA_FLAGS
 from miles.config.megatron_flags import MEGATRON_FLAGS
 from miles.config.root import MilesConfig
 from miles.config.rules.problems import problem
@@ -19,13 +20,8 @@ ATTENTION_PACKAGES: Mapping[str, str] = {
 }
 """transformers attention -> the module that it needs."""
 
-_LORA_NAMES = """
-    experts-shared-outer-loras exclude-modules lora-adapter-path lora-alpha lora-base-cpu-backup
-    lora-dropout lora-rank lora-sync-from-tensor lora-train-only lora-type multi-lora-adapter
-    multi-lora-api-port multi-lora-backend-path multi-lora-disable-service-mode
-    multi-lora-http-server-path multi-lora-idle-poll-s multi-lora-max-adapter-global-batch-size
-    multi-lora-max-coalesce-wait-s multi-lora-max-empty-wait-s multi-lora-n-adapters target-modules
-"""
+ATTENTIONS = ("eager", "sdpa", "flex_attention", *ATTENTION_PACKAGES)
+"""Names that transformers knows; one with a slash is a kernel of the hub."""
 
 _ARCHITECTURE = (
     "leave it out: the architecture comes from the config.json of --hf-checkpoint, not from flags"
@@ -101,7 +97,7 @@ def refuse(foreign: Foreign) -> Problem | None:
     """The problem of a flag that belongs to the other backend; ``None`` for any other flag."""
     name = foreign.name.removeprefix("--")
     where = f" (in {foreign.file})" if foreign.file is not None else ""
-    if name in _LORA_NAMES.split():
+    if name in LORA_FLAGS:
         remedy = "LoRA is not supported by the fsdp backend, which trains all weights; leave it out"
         return Problem(foreign.name, foreign.value, remedy + where)
     if name not in MEGATRON_FLAGS:
@@ -131,7 +127,7 @@ def _layout(config: MilesConfig) -> list[Problem]:
             f"/ {replicas} is not a whole number"
         )
         problems.append(problem(config, "dp_replicate_size", remedy=remedy))
-    if config.fsdp.context_parallel_size > 1:
+    if config.cluster.context_parallel_size > 1:
         remedy = (
             "the fsdp backend has no context parallelism; leave it out, or train with "
             "--train-backend megatron"
@@ -142,6 +138,9 @@ def _layout(config: MilesConfig) -> list[Problem]:
 
 def _attention(config: MilesConfig) -> list[Problem]:
     implementation = config.fsdp.attn_implementation
+    if not (implementation is None or "/" in implementation or implementation in ATTENTIONS):
+        remedy = f"one of {', '.join(ATTENTIONS)}, or a kernel of the hub (owner/name)"
+        return [problem(config, "attn_implementation", remedy=remedy)]
     package = None if implementation is None else missing_attention_package(implementation)
     if package is None:
         return []
@@ -150,7 +149,7 @@ def _attention(config: MilesConfig) -> list[Problem]:
 
 
 def _precision(config: MilesConfig) -> list[Problem]:
-    if not config.fsdp.fp16 or config.fsdp.keep_fp32_master:
+    if not config.precision.fp16 or config.fsdp.keep_fp32_master:
         return []
     remedy = "Adam's second moment underflows in fp16: keep the fp32 master or compute in bf16"
     return [problem(config, "fp16", "keep_fp32_master", remedy=remedy)]

@@ -6,7 +6,7 @@ weights, the other ranks start on the meta device and receive their shards.
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ from miles.backends.fsdp_utils import attention
 from miles.backends.fsdp_utils.precision import Precision
 from miles.backends.fsdp_utils.weights import (
     Weight,
-    checkpoint_dtypes,
+    dtypes_by_key,
     match_weights,
     model_tensors,
 )
+from miles.backends.training_utils.hf_files import checkpoint_dtypes
 from miles.backends.training_utils.logprobs import token_stats, token_stats_from_logits
 from miles.backends.training_utils.packing import padded_inputs
 from miles.config.errors import ConfigError, Problem
@@ -169,7 +170,7 @@ def load_model(path: str, mesh: DeviceMesh, options: LoadOptions) -> ShardedMode
     precision = options.precision
     module = _build_on_meta(path, options)
     weights, source = _read_on_first_rank(path, module, precision)
-    stored = {weight.key: precision.stored(weight.dtype) for weight in weights}
+    stored = _stored_dtypes(weights, precision)
     _check_uniform({stored[key] for key, _ in module.named_parameters()})
     for key, parameter in module.named_parameters():
         parameter.data = parameter.data.to(stored[key])
@@ -179,7 +180,7 @@ def load_model(path: str, mesh: DeviceMesh, options: LoadOptions) -> ShardedMode
     module.tie_weights()
     _fill(module, source)
     module.train()
-    exported = [Weight(w.key, w.name, precision.exported(w.dtype), w.shape) for w in weights]
+    exported = [replace(w, dtype=precision.exported(w.dtype)) for w in weights]
     return ShardedModel(module, exported, precision)
 
 
@@ -228,9 +229,13 @@ def _read_on_first_rank(
         except Exception as caught:  # whatever it is, the other ranks must hear of it
             error = caught
     distributed.raise_together(error, f"loading {path}")
-    for weight in weights:
-        tensors[weight.key] = tensors[weight.key].to(precision.stored(weight.dtype))
+    for key, dtype in _stored_dtypes(weights, precision).items():
+        tensors[key] = tensors[key].to(dtype)
     return distributed.broadcast_object(weights), tensors
+
+
+def _stored_dtypes(weights: list[Weight], precision: Precision) -> dict[str, torch.dtype]:
+    return {key: precision.stored(dtype) for key, dtype in dtypes_by_key(weights).items()}
 
 
 def _read(path: str) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from miles.backends.fsdp_utils.model import ShardedModel
-from miles.backends.fsdp_utils.offload import local_tensor
+from miles.backends.training_utils.offload_store import local_tensor
 from miles.backends.training_utils.schedule import learning_rate_at
 from miles.config.optimizer import OptimizerConfig
 from miles.contracts.parallel import ParallelState

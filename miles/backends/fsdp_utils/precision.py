@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from miles.config.fsdp import FsdpConfig
+from miles.config.root import MilesConfig
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Precision:
         return MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=torch.float32)
 
 
-def make_precision(config: FsdpConfig) -> Precision:
+def make_precision(config: MilesConfig) -> Precision:
     """Read the precision flags; ``arguments.check`` has refused what cannot train."""
     compute = torch.bfloat16
-    if config.fp16:
+    if config.precision.fp16:
         compute = torch.float16
-    if config.fp32:
+    if config.precision.fp32:
         compute = torch.float32
-    return Precision(compute, config.keep_fp32_master)
+    return Precision(compute, config.fsdp.keep_fp32_master)

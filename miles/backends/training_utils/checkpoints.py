@@ -17,24 +17,30 @@ from miles.core import logging
 
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
+RELEASE = "release"
+"""Megatron-LM's name for weights that no step has changed: in its tracker and as directory."""
 REQUESTED = "requested"
 """Empty file in a step that was asked for by the sentinel: retention leaves the step alone."""
+WEIGHTS_ONLY = {"weights_only": True}
+"""In the metadata of converted weights: rollout 0 starts from them, nothing else is resumed."""
 
 _STEP = re.compile(r"iter_(\d{7,})")
-_LEFTOVER = re.compile(r"iter_\d{7,}\.(tmp|gone)")
-_REPLACED = re.compile(r"(iter_\d{7,})\.old")
+_LEFTOVER = re.compile(r"(?:iter_\d{7,}|release)\.(?:tmp|gone)")
+_REPLACED = re.compile(r"(iter_\d{7,}|release)\.old")
 
 log = logging.get(__name__)
 
 
 def step_dir(save: str | Path, iteration: int) -> Path:
-    """Directory of a finished checkpoint; ``iteration`` counts completed rollouts."""
-    return Path(save) / f"iter_{iteration:07d}"
+    """Directory of a finished checkpoint; ``iteration`` counts completed rollouts, 0 is that of
+    converted weights."""
+    return Path(save) / (RELEASE if iteration == 0 else f"iter_{iteration:07d}")
 
 
 def staging_dir(save: str | Path, iteration: int) -> Path:
     """Where that checkpoint is written until it is complete."""
-    return Path(save) / f"iter_{iteration:07d}.tmp"
+    final = step_dir(save, iteration)
+    return final.with_name(final.name + ".tmp")
 
 
 def prepare_staging(save: str | Path, iteration: int, backend_entries: Sequence[str]) -> Path:
@@ -90,15 +96,18 @@ def publish(save: str | Path, iteration: int, metadata: Mapping[str, Any]) -> Pa
 
 
 def read_tracker(load: str | Path) -> int | None:
-    """Iteration of the newest complete checkpoint; ``None`` without a tracker file.
+    """Iteration of the newest complete checkpoint (of ``release``: 0); ``None`` without a tracker.
 
-    Raises ``ConfigError`` when the file holds anything but a number.
+    Raises ``ConfigError`` when the file holds anything else.
     """
     path = Path(load) / TRACKER
     try:
         text = path.read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
+    released = step_dir(load, 0)
+    if text == RELEASE and (released.is_dir() or _replaced(released).is_dir()):
+        return 0
     if not (text.isascii() and text.isdigit()):
         raise _refused(load, f"{path} holds {text[:40]!r} instead of a step number; {_steps(load)}")
     return int(text)
@@ -146,8 +155,22 @@ def check_load(load: str | None) -> list[Problem]:
     return []
 
 
+def holds_steps(directory: str) -> bool:
+    """Whether ``directory`` looks like the place or a step of training checkpoints."""
+    folder = Path(directory)
+    return (
+        (folder / TRACKER).exists()
+        or bool(_iterations(folder))
+        or _STEP.fullmatch(folder.name) is not None
+    )
+
+
 def read_metadata(step: Path) -> dict[str, Any]:
-    """What ``publish`` stored. Raises ``ConfigError`` when it is missing or unreadable."""
+    """What ``publish`` stored. Raises ``ConfigError`` when it is missing or unreadable.
+
+    A step that Megatron-LM itself (or its converters) wrote counts as weights only: its iterations
+    are not rollouts of ours.
+    """
     try:
         metadata = json.loads((step / METADATA).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -155,10 +178,17 @@ def read_metadata(step: Path) -> dict[str, Any]:
         raise _refused(step.parent, f"{reason}; {_steps(step.parent)}") from None
     except ValueError as error:
         raise _refused(step.parent, f"{step / METADATA} is not readable: {error}") from error
+    if isinstance(metadata, dict) and "sharded_backend" in metadata and "files" not in metadata:
+        return {"backend": "megatron", "iteration": 0, "files": {}, **WEIGHTS_ONLY}
     complete = isinstance(metadata, dict) and {"files", "iteration"} <= metadata.keys()
     if not complete or not isinstance(metadata["files"], dict):
         raise _refused(step.parent, f"{step / METADATA} lists no files")
     return metadata
+
+
+def is_weights_only(step: Path) -> bool:
+    """Whether the step is where a run starts rather than where one stopped."""
+    return bool(read_metadata(step).get("weights_only", False))
 
 
 def verify(step: Path) -> dict[str, Any]:
@@ -180,7 +210,7 @@ def verify(step: Path) -> dict[str, Any]:
 
 def recover(save: str | Path) -> None:
     """Clear up after a crash: remove half-written steps, put back one that was being replaced."""
-    for entry in sorted(Path(save).glob("iter_*")):
+    for entry in sorted(Path(save).glob("*")):
         if _LEFTOVER.fullmatch(entry.name):
             log.info("removing left-over %s", entry)
             _remove(entry)
@@ -225,6 +255,10 @@ def clear_sentinel(path: str) -> None:
 def _refuse_other_kinds(folder: Path) -> None:
     if _STEP.fullmatch(folder.name) and not _iterations(folder):
         raise _refused(folder, f"is one step; give its parent directory {str(folder.parent)!r}")
+    if not (folder / TRACKER).exists() and any(
+        any(folder.glob(pattern)) for pattern in (".metadata", "*.distcp", "metadata.json")
+    ):
+        raise _refused(folder, "lies within a step; give the directory that holds iter_*")
     if (folder / "config.json").is_file() and not (folder / TRACKER).exists():
         raise _refused(
             folder,
@@ -253,7 +287,7 @@ def _refused(load: str | Path, remedy: str) -> ConfigError:
 
 def _write_tracker(save: Path, iteration: int) -> None:
     temporary = save / f"{TRACKER}.tmp"
-    temporary.write_text(str(iteration), encoding="utf-8")
+    temporary.write_text(RELEASE if iteration == 0 else str(iteration), encoding="utf-8")
     _sync(temporary)
     temporary.replace(save / TRACKER)
     _sync(save)

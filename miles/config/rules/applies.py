@@ -104,8 +104,14 @@ APPLIES: tuple[Applies, ...] = (
         "with --use-kl-loss",
     ),
     Applies(
-        ("kl_loss_type", "ref_load", "ref_update_interval"),
+        ("kl_loss_type", "ref_update_interval"),
         needs_reference,
+        "with a reference model: --use-kl-loss or --kl-coef",
+    ),
+    Applies(
+        ("ref_load",),
+        # There it may be a checkpoint that the policy starts from.
+        lambda c: needs_reference(c) or c.cluster.train_backend == "megatron",
         "with a reference model: --use-kl-loss or --kl-coef",
     ),
     Applies(

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from miles.config.derived import is_supervised, needs_engines
+from miles.config.derived import is_supervised, needs_engines, token_budget
 from miles.config.errors import Problem
 from miles.config.root import MilesConfig
 from miles.config.rules.problems import Check, Given, problem
@@ -31,15 +31,17 @@ def steps_match_the_batch(config: MilesConfig, given: Given) -> list[Problem]:
 
 
 def samples_fit_the_token_budget(config: MilesConfig, given: Given) -> list[Problem]:
-    """No sample that the lengths allow is longer than --max-tokens-per-gpu."""
-    budget, rollout = config.data.max_tokens_per_gpu, config.rollout
+    """No sample that the lengths allow is longer than a micro-batch may be."""
+    budget, rollout = token_budget(config), config.rollout
     context, response = rollout.rollout_max_context_len, rollout.rollout_max_response_len
-    if budget is None or not config.data.use_dynamic_batch_size:
+    if budget is None:
         return []
     if context is not None:
         if context <= budget:
             return []
-        remedy = "one sample may exceed the budget of a GPU; raise the first or lower the second"
+        remedy = (
+            f"one sample may exceed {_budget_text(config)}; raise the first or lower the second"
+        )
         return [problem(config, "max_tokens_per_gpu", "rollout_max_context_len", remedy=remedy)]
     if response is None:
         return []
@@ -48,8 +50,8 @@ def samples_fit_the_token_budget(config: MilesConfig, given: Given) -> list[Prob
         return []
     dests = ["rollout_max_response_len"] + (["rollout_max_prompt_len"] if prompt else [])
     remedy = (
-        f"prompt and response of one sample ({response + (prompt or 1)} tokens) may exceed the "
-        "budget of a GPU; raise the first or lower the others"
+        f"prompt and response of one sample ({response + (prompt or 1)} tokens) may exceed "
+        f"{_budget_text(config)}; raise the first or lower the others"
     )
     return [problem(config, "max_tokens_per_gpu", *dests, remedy=remedy)]
 
@@ -251,7 +253,7 @@ def supervised_runs_train(config: MilesConfig, given: Given) -> list[Problem]:
 
 def one_half_precision(config: MilesConfig, given: Given) -> list[Problem]:
     """One compute precision."""
-    if not (config.fsdp.fp16 and config.fsdp.fp32):
+    if not (config.precision.fp16 and config.precision.fp32):
         return []
     return [problem(config, "fp16", "fp32", remedy="both say the precision; leave one out")]
 
@@ -288,6 +290,13 @@ def engines_answer_before_ranks_give_up(config: MilesConfig, given: Given) -> li
     )
     dests = ("update_weight_timeout_s", "distributed_timeout_minutes")
     return [problem(config, *dests, remedy=remedy)]
+
+
+def _budget_text(config: MilesConfig) -> str:
+    ranks = config.cluster.context_parallel_size
+    if ranks == 1:
+        return "the budget of a GPU"
+    return f"the budget of its {ranks} GPUs (--context-parallel-size {ranks} x the first)"
 
 
 CONFLICT_CHECKS: tuple[Check, ...] = (

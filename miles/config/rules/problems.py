@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from miles.config.errors import Problem
-from miles.config.flags import flag_specs
+from miles.config.flags import flag_specs, group_types
 from miles.config.root import MilesConfig
 
 Given = frozenset[str]
@@ -26,8 +26,10 @@ def option_name(dest: str) -> str:
 
 def values_of(config: MilesConfig) -> dict[str, Any]:
     """Every field of every group by its name; names are unique over the groups."""
-    groups = config.to_dict().values()
-    return {dest: value for group in groups for dest, value in group.items()}
+    groups = config.to_dict()
+    return {
+        dest: value for group in group_types(MilesConfig) for dest, value in groups[group].items()
+    }
 
 
 def problem(config: MilesConfig, *dests: str, remedy: str) -> Problem:

@@ -49,7 +49,7 @@ def embedded_launch(config: MilesConfig, log_file: Path) -> EngineLaunch:
     rollout = config.rollout
     arguments: dict[str, object] = {
         "--model-path": rollout.hf_checkpoint,
-        "--dtype": "float16" if config.fsdp.fp16 else "auto",
+        "--dtype": "float16" if config.precision.fp16 else "auto",
         "--log-level": rollout.sglang_log_level.lower(),
         "--context-length": rollout.sglang_context_length,
         "--max-running-requests": rollout.sglang_max_running_requests,

@@ -14,7 +14,11 @@ from miles.ray.placement import Layout, Placement
 from miles.rollout.engine_set import EngineAddresses, HttpEngineSet
 
 BACKENDS: Registry[type[TrainRayActor]] = Registry(
-    "training backend", {"fsdp": "miles.backends.fsdp_utils.actor:FSDPTrainRayActor"}
+    "training backend",
+    {
+        "fsdp": "miles.backends.fsdp_utils.actor:FSDPTrainRayActor",
+        "megatron": "miles.backends.megatron_utils.actor:MegatronTrainRayActor",
+    },
 )
 
 SHARE_OF_A_SLOT = 0.4
@@ -63,6 +67,10 @@ class _Process:
 def trainer_environment(config: MilesConfig, *, on_gpu: bool) -> dict[str, str]:
     """Environment of every trainer process; ``--train-env-vars`` goes on top."""
     environment = {"TOKENIZERS_PARALLELISM": "false"}
+    if config.cluster.train_backend == "megatron":
+        # Kernels start in the order of their calls, so that communication hides behind compute;
+        # before Blackwell Megatron insists on it.
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if on_gpu:
         # The engines set the same value; with different ones the first broadcast hangs.
         environment["NCCL_CUMEM_ENABLE"] = "0"

@@ -184,3 +184,10 @@ def test_no_flag_given_gives_the_defaults() -> None:
     line = read_command_line([])
     assert line.config == type(line.config)()
     assert line.given == frozenset()
+
+
+def test_a_key_that_stands_twice_in_a_file_is_refused(tmp_path: Path) -> None:
+    line = from_file(tmp_path, "lr: 1.0\nlr: 2.0\n")
+    (problem,) = line.problems
+    assert problem.flag == "--lr"
+    assert "more than once" in problem.remedy

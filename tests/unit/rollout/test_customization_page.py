@@ -37,6 +37,9 @@ FUNCTION_OF = {
     "rollout_all_samples_process_path": "all_samples_process",
     "custom_loss_function_path": "loss",
     "custom_tis_function_path": "importance_weights",
+    "custom_megatron_init_path": "megatron_init",
+    "custom_megatron_before_log_prob_hook_path": "megatron_before_log_prob",
+    "custom_megatron_before_train_step_hook_path": "megatron_before_train_step",
     "custom_rollout_log_function_path": "rollout_log",
     "custom_eval_rollout_log_function_path": "eval_log",
 }
@@ -72,7 +75,8 @@ def test_every_hook_has_a_section_and_an_example_of_its_signature(hooks: Any) ->
     headings = re.findall(r"^### (.*)$", PAGE.read_text(), re.MULTILINE)
     flags = {flag for heading in headings for flag in re.findall(r"`(--[a-z-]+)`", heading)}
     assert flags == {"--" + field.replace("_", "-") for field in HOOKS} | {
-        "--generate-tool-specs-path"
+        "--generate-tool-specs-path",
+        "--spec",
     }
     for field, name in FUNCTION_OF.items():
         load_function(f"my_hooks.{name}", HOOKS[field])
@@ -186,3 +190,31 @@ def test_the_training_examples_compute(hooks: Any) -> None:
     assert output.loss.item() == pytest.approx(1.25)
     weights = hooks.importance_weights(torch.tensor([0.0, 0.6, -0.7, 0.8]), batch, made_config())
     assert weights.tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_the_megatron_examples_change_what_they_say(
+    hooks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a plain module; the norm of (3, 4) is 5."""
+    from argparse import Namespace
+
+    args = Namespace(rank=2)
+    hooks.megatron_init(args)
+    assert args.moe_aux_loss_coeff == 1e-3
+    monkeypatch.chdir(tmp_path)
+    module = torch.nn.Linear(2, 1, bias=False)
+    module.weight.data = torch.tensor([[3.0, -4.0]])
+    hooks.megatron_before_log_prob(args, [module], "ref_")
+    hooks.megatron_before_log_prob(args, [module], "")
+    assert (tmp_path / "weight_norm_2.jsonl").read_text() == '{"norm": 5.0}\n'
+
+    class Optimizer:
+        reloaded = 0
+
+        def reload_model_params(self) -> None:
+            self.reloaded += 1
+
+    optimizer = Optimizer()
+    hooks.megatron_before_train_step(args, 0, 0, [module], optimizer, None)
+    assert module.weight.tolist() == [[1.0, -1.0]]
+    assert optimizer.reloaded == 1

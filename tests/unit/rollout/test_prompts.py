@@ -84,9 +84,9 @@ def test_a_slice_takes_the_rows_it_names(
 def test_a_slice_without_rows_and_an_empty_file_are_refused(
     tmp_path: Path, numbered: str, tokenizer: Any
 ) -> None:
-    assert "no row left; there are 10" in error_of(tokenizer, f"{numbered}@[20:]")
+    assert "no row is left of 10" in error_of(tokenizer, f"{numbered}@[20:]")
     (tmp_path / "empty.jsonl").write_text("")
-    assert "no row left" in error_of(tokenizer, str(tmp_path / "empty.jsonl"))
+    assert "no row is left" in error_of(tokenizer, str(tmp_path / "empty.jsonl"))
 
 
 def test_parquet_rows_are_read_like_json_lines(tmp_path: Path, tokenizer: Any) -> None:
@@ -342,3 +342,18 @@ def test_recorded_rollouts_need_prompts_only_for_a_users_evaluation() -> None:
     assert check(made_config(**recorded)) == []
     (problem,) = check(made_config(**recorded, eval_function_path="judge.evaluate"))
     assert problem.flag == "--prompt-data"
+
+
+def test_bad_rows_are_found_when_flags_are_parsed(tmp_path: Path, numbered: str) -> None:
+    rows = [{"input": "a"}, {"input": 3}, {"inputs": "b"}, {"input": [{"role": "user"}]}]
+    (problem,) = check(made_config(prompt_data=write_rows(tmp_path / "bad.jsonl", rows)))
+    assert problem.flag == "--prompt-data"
+    assert "3 rows cannot be used" in problem.remedy
+    assert "line 2: 'input' is int" in problem.remedy
+    (problem,) = check(made_config(prompt_data=numbered, label_key="answer"))
+    assert "no key 'answer' (--label-key)" in problem.remedy
+    (problem,) = check(made_config(prompt_data=f"{numbered}@[10:]"))
+    assert "no row is left of 10" in problem.remedy
+    conversation = [{"input": [{"role": "user", "content": "hi"}]}]
+    spec = write_rows(tmp_path / "talk.jsonl", conversation)
+    assert check(made_config(prompt_data=spec, apply_chat_template=True)) == []

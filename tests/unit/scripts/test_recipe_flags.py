@@ -6,9 +6,12 @@ import pytest
 
 from benchmarks import grpo_step
 from benchmarks.workloads import WORKLOADS, WorkloadName
+from miles.core.tracking import Tracker
 from miles.utils.arguments import parse_args
 from miles.utils.external_utils.command_utils import to_argv
-from scripts import run_smollm2_135m_cpu
+from scripts import reverse_digits, run_demo_cpu, run_mcore_fsdp, run_smollm2_135m_cpu
+from scripts.run_demo_cpu import Backend, Demo
+from scripts.run_mcore_fsdp import Comparison
 from scripts.run_smollm2_135m_cpu import SmolLM2
 
 
@@ -16,7 +19,7 @@ def test_the_smollm2_recipe_is_a_valid_command_line(tiny_qwen3: Path, tmp_path: 
     recipe = SmolLM2(run_dir=tmp_path / "run", num_rollout=30)
     config = parse_args(to_argv(run_smollm2_135m_cpu.flags(recipe, tiny_qwen3)))
     assert config.cluster.train_backend == "fsdp"
-    assert config.fsdp.fp32
+    assert config.precision.fp32
     assert (config.data.rollout_batch_size, config.data.n_samples_per_prompt) == (8, 8)
     assert config.data.num_rollout == 30
     assert config.checkpoint.load == config.checkpoint.save == str(tmp_path / "run/checkpoints")
@@ -24,7 +27,7 @@ def test_the_smollm2_recipe_is_a_valid_command_line(tiny_qwen3: Path, tmp_path: 
 
 def test_bf16_leaves_fp32_out(tiny_qwen3: Path) -> None:
     flags = run_smollm2_135m_cpu.flags(SmolLM2(dtype="bf16"), tiny_qwen3)
-    assert not parse_args(to_argv(flags)).fsdp.fp32
+    assert not parse_args(to_argv(flags)).precision.fp32
 
 
 @pytest.mark.parametrize("name", ["smollm2", "demo"])
@@ -37,3 +40,57 @@ def test_a_benchmark_is_a_valid_command_line(
     config = parse_args(to_argv({**flags, "hf-checkpoint": tiny_qwen3}))
     assert config.data.num_rollout == 5
     assert config.data.rollout_batch_size == WORKLOADS[name].num_prompts
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_the_demo_is_a_valid_command_line_for_both_backends(
+    backend: Backend, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    made_data(tmp_path)
+    demo = Demo(train_backend=backend)
+    config = parse_args(to_argv(run_demo_cpu.reinforcement_flags(demo, tmp_path, tiny_qwen3)))
+    assert config.cluster.train_backend == backend
+    assert config.data.num_rollout == 200
+    assert ("--sequence-parallel" in config.megatron_argv) == (backend == "megatron")
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("given", [False, True], ids=["demo", "checkpoint"])
+def test_the_comparison_differs_in_backend_and_directory_alone(
+    given: bool, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    made_data(tmp_path)
+    lines: list[dict[str, object]] = []
+    for backend in run_mcore_fsdp.BACKENDS:
+        recipe = Comparison(
+            train_backend=backend,
+            hf_checkpoint=tiny_qwen3 if given else None,
+            num_rollout=7,
+            tensor_model_parallel_size=1,
+            folder=tmp_path / "out",
+        )
+        flags = run_mcore_fsdp.flags(recipe, tmp_path, tiny_qwen3)
+        config = parse_args(to_argv(flags))
+        assert config.cluster.train_backend == backend
+        assert config.data.num_rollout == 7
+        lines.append(
+            {name: str(value).replace(f"out/{backend}", "") for name, value in flags.items()}
+        )
+        del lines[-1]["train-backend"]
+    assert lines[0] == lines[1]
+
+
+def test_the_comparison_is_drawn_when_both_runs_are_there(tmp_path: Path) -> None:
+    for position, backend in enumerate(run_mcore_fsdp.BACKENDS):
+        assert run_mcore_fsdp.draw(tmp_path) is None
+        tracker = Tracker(tmp_path / backend)
+        tracker.log(1, {"rollout/raw_reward": 0.5 * position, "train/loss": 1.0})
+        tracker.close()
+    picture = run_mcore_fsdp.draw(tmp_path)
+    assert picture == tmp_path / "comparison.png"
+    assert picture.stat().st_size > 0
+
+
+def made_data(folder: Path) -> None:
+    reverse_digits.write_data(folder / "data", 0, num_supervised=1, num_train=64, num_eval=4)

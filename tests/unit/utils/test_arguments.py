@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from miles.backends.training_utils import checkpoints
 from miles.config.errors import ConfigError
 from miles.utils.arguments import get_miles_extra_args_provider, parse_args, read_config
 
@@ -14,8 +15,9 @@ def model(tmp_path: Path) -> Path:
     """A folder that looks like a checkpoint; its contents are not read by the checks."""
     folder = tmp_path / "model"
     folder.mkdir()
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+    for name in ("config.json", "tokenizer.json"):
         (folder / name).write_text("{}")
+    (folder / "model.safetensors").write_bytes(len(b"{}").to_bytes(8, "little") + b"{}")
     return folder
 
 
@@ -137,21 +139,83 @@ def test_loading_from_where_nothing_is_yet_is_a_fresh_start(
     assert config.data.start_rollout_id is None
 
 
-def test_the_megatron_backend_is_refused_with_the_way_out(valid: list[str]) -> None:
-    argv = [*valid, "--train-backend", "megatron", "--num-layers", "2", "--numlayers", "2"]
-    with pytest.raises(ConfigError) as error:
-        read_config([word for word in argv if word != "--fp32"])
-    backend, unknown = error.value.problems
-    assert backend.flag == "--train-backend"
-    assert "[megatron]" in backend.remedy
-    assert "--train-backend fsdp" in backend.remedy
-    assert unknown.flag == "--numlayers"
+@pytest.fixture
+def megatron(valid: list[str], tiny_qwen3: Path) -> list[str]:
+    """The same for the other backend, which reads the model's ``config.json``."""
+    pytest.importorskip("megatron.training")
+    return [*valid, "--train-backend", "megatron", "--hf-checkpoint", str(tiny_qwen3)]
 
 
-def test_flags_of_fsdp_are_refused_under_megatron(valid: list[str]) -> None:
-    argv = [*valid, "--train-backend", "megatron", "--gradient-checkpointing", "--fp16"]
-    argv.remove("--fp32")
-    assert flags_of(argv) == {"--train-backend", "--gradient-checkpointing"}
+@pytest.mark.megatron
+def test_megatrons_arguments_are_part_of_the_config(megatron: list[str]) -> None:
+    config, _ = read_config([*megatron, "--overlap-grad-reduce"])
+    assert "--overlap-grad-reduce" in config.megatron_argv
+    assert "--num-layers" in config.megatron_argv
+    assert config.precision.fp32
+
+
+@pytest.mark.megatron
+def test_flags_of_fsdp_are_refused_under_megatron(megatron: list[str]) -> None:
+    assert flags_of([*megatron, "--gradient-checkpointing"]) == {"--gradient-checkpointing"}
+
+
+def test_flags_of_megatron_are_refused_under_fsdp(valid: list[str]) -> None:
+    argv = [*valid, "--custom-megatron-init-path", "os.getpid", "--num-layers", "2"]
+    assert flags_of(argv) == {"--custom-megatron-init-path", "--num-layers"}
+
+
+def made_checkpoint(folder: Path) -> Path:
+    """A step that is complete as far as a check without tensors can see."""
+    checkpoints.prepare_staging(folder, 3, ("part",))
+    (checkpoints.staging_dir(folder, 3) / "part").write_text("tensors")
+    checkpoints.publish(folder, 3, {"backend": "megatron"})
+    return folder
+
+
+@pytest.mark.megatron
+def test_megatron_starts_from_a_checkpoint_given_as_the_reference(
+    megatron: list[str], tmp_path: Path
+) -> None:
+    folder = str(made_checkpoint(tmp_path / "converted"))
+    config, _ = read_config([*megatron, "--ref-load", folder])
+    assert config.algorithm.ref_load == folder
+    config, _ = read_config([*megatron, "--ref-load", folder, "--use-kl-loss"])
+    assert config.algorithm.ref_load == folder
+
+
+@pytest.mark.megatron
+def test_a_reference_that_nothing_reads_is_refused(
+    megatron: list[str], valid: list[str], tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    """Weights come from --hf-checkpoint; a Hugging Face reference is only for KL."""
+    assert flags_of([*megatron, "--ref-load", str(tiny_qwen3)]) == {"--ref-load"}
+    config, _ = read_config([*megatron, "--ref-load", str(tiny_qwen3), "--use-kl-loss"])
+    assert config.algorithm.ref_load == str(tiny_qwen3)
+    folder = made_checkpoint(tmp_path / "converted")
+    assert flags_of([*valid, "--ref-load", str(folder), "--use-kl-loss"]) == {"--ref-load"}
+
+
+@pytest.mark.megatron
+def test_a_reference_at_a_step_or_with_a_missing_file_is_refused(
+    megatron: list[str], tmp_path: Path
+) -> None:
+    folder = made_checkpoint(tmp_path / "converted")
+    step = folder / "iter_0000003"
+    with pytest.raises(ConfigError, match=f"--ref-load = .*{folder}"):
+        read_config([*megatron, "--ref-load", str(step)])
+    (step / "part").unlink()
+    with pytest.raises(ConfigError, match=r"--ref-load = .*part is missing"):
+        read_config([*megatron, "--ref-load", str(folder)])
+    assert flags_of([*megatron, "--ref-load", str(tmp_path / "nowhere")]) >= {"--ref-load"}
+
+
+@pytest.mark.megatron
+def test_a_checkpoint_given_as_the_model_says_which_flag_takes_it(
+    megatron: list[str], tmp_path: Path
+) -> None:
+    folder = str(made_checkpoint(tmp_path / "converted"))
+    with pytest.raises(ConfigError, match=r"--hf-checkpoint = .*--load takes"):
+        read_config([*megatron, "--hf-checkpoint", folder])
 
 
 def test_the_sglang_engine_is_refused_with_the_way_out(valid: list[str]) -> None:

@@ -7,11 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from miles.backends.embedded.engine import Engine, EngineSettings
-from miles.backends.embedded.protocol import Failed, GenerateBody, Refused, Sampling
+from miles.backends.embedded.protocol import (
+    CheckBody,
+    DiskUpdateBody,
+    Empty,
+    Failed,
+    GenerateBody,
+    MemoryBody,
+    PauseBody,
+    Refused,
+    Sampling,
+)
 from miles.backends.embedded.requests import Request
+from miles.weight_sync.checksums import checksum
+from scripts.made_models import make_qwen3_moe
 from tests.contract.conftest import write_sharp_model
 
 Outcome = tuple[Request, Exception | None]
@@ -186,3 +199,35 @@ def test_a_context_length_beyond_the_model_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=r"--context-length .* must be 2 to 2048"):
         make_engine(context_length=length)
+
+
+def test_experts_arrive_one_by_one_and_generate(
+    make_engine: Callable[..., Engine], tmp_path: Path
+) -> None:
+    """The checkpoint's names; transformers holds all experts of a layer in one parameter."""
+    engine = make_engine(make_qwen3_moe(tmp_path / "old", dense_layers=(1,)))
+    newer = make_qwen3_moe(tmp_path / "new", dense_layers=(1,), seed=1)
+    stored = load_file(newer / "model.safetensors")
+    assert "model.layers.0.mlp.experts.7.up_proj.weight" in stored
+
+    def update() -> Any:
+        engine.pause(PauseBody())
+        engine.release_memory(MemoryBody(tags=["weights"]))
+        engine.resume_memory(MemoryBody(tags=["weights"]))
+        engine.update_from_disk(DiskUpdateBody(model_path=str(newer)))
+        engine.resume(Empty())
+        return engine.check_weights(CheckBody(action="checksum"))
+
+    found = engine.run(update).result(60)["checksums"]
+    assert found == {name: checksum(tensor) for name, tensor in stored.items()}
+
+    params = Sampling(temperature=0, max_new_tokens=6, ignore_eos=True)
+    body = GenerateBody(input_ids=[5, 17, 30, 9], sampling_params=params)
+    ((request, error),) = results(submit(engine, [body]), 1)
+    assert error is None
+    (sequence,) = request.sequences
+    model = AutoModelForCausalLM.from_pretrained(newer).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([[5, 17, 30, 9, *sequence.output_ids]])).logits[0, 3:-1]
+    expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(sequence.output_ids)[:, None])
+    torch.testing.assert_close(torch.tensor(sequence.log_probs), expected[:, 0], atol=1e-5, rtol=0)

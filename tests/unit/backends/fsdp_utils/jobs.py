@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from miles.backends.fsdp_utils.actor import FSDPTrainRayActor
 from miles.backends.fsdp_utils.model import HeadOptions
-from miles.backends.fsdp_utils.offload import local_tensor
-from miles.backends.fsdp_utils.weights import export_hf
 from miles.backends.training_utils.checkpoints import read_tracker
+from miles.backends.training_utils.hf_export import export_hf
+from miles.backends.training_utils.offload_store import local_tensor
 from miles.backends.training_utils.packing import build_micro_batches
 from miles.config.algorithm import AlgorithmConfig
 from miles.config.checkpoint import CheckpointConfig
@@ -30,6 +30,7 @@ from miles.config.cluster import ClusterConfig
 from miles.config.data import DataConfig
 from miles.config.fsdp import FsdpConfig
 from miles.config.optimizer import OptimizerConfig
+from miles.config.precision import PrecisionConfig
 from miles.config.rollout import RolloutConfig
 from miles.config.root import MilesConfig
 from miles.contracts.types import (
@@ -55,7 +56,8 @@ def make_config(model: Path, **groups: dict[str, Any]) -> MilesConfig:
         "cluster": ClusterConfig(train_backend="fsdp", distributed_timeout_minutes=2),
         "rollout": RolloutConfig(hf_checkpoint=str(model), rollout_max_response_len=16),
         "algorithm": AlgorithmConfig(),
-        "fsdp": FsdpConfig(fp32=True),
+        "precision": PrecisionConfig(fp32=True),
+        "fsdp": FsdpConfig(),
         "optimizer": OptimizerConfig(lr=1e-3),
         "checkpoint": CheckpointConfig(),
         "data": DataConfig(
@@ -249,7 +251,7 @@ def attempt_saves(
                 actor.save_model(rollout_id)
                 if config.checkpoint.async_save:
                     # The limit is the process's: the thread must write under it.
-                    wait([actor._checkpointer._in_flight])
+                    wait([actor._checkpointer.writer.in_flight])
             except Exception as error:  # reported
                 errors.append(f"{rollout_id}: {error}")
     actor.shutdown()

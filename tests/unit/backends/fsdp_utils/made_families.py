@@ -46,6 +46,17 @@ FAMILIES = (
         },
     ),
     Family("dropout", "llama", {"attention_dropout": 0.5}),
+    Family(
+        "qwen3_moe",
+        "qwen3_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
 )
 CHANGES_LOGITS = (Family("granite", "granite", {"logits_scaling": 4.0}),)
 LEAKS = (

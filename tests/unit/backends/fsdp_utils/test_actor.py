@@ -29,13 +29,15 @@ NUM_ROLLOUTS = 2
 STEP = 4
 
 
-def plain_training(model_path: Path) -> tuple[list[tuple[float, float, float]], dict[str, Tensor]]:
+def plain_training(
+    model_path: Path, adam_eps: float = 1e-8
+) -> tuple[list[tuple[float, float, float]], dict[str, Tensor]]:
     """One process, transformers' own forward, torch's AdamW: loss, gradient norm and rate by step.
 
     The rate warms up to 3e-3 in two steps, then falls linearly to 0 at step 8.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    adam = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    adam = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), eps=adam_eps, weight_decay=0.1)
     rates = iter([0.0, 1.5e-3, 3e-3, 3e-3 * 5 / 6])
     steps: list[tuple[float, float, float]] = []
     for rollout in range(NUM_ROLLOUTS):

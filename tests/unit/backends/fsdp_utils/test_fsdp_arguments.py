@@ -6,12 +6,21 @@ from miles.backends.fsdp_utils.arguments import check, missing_attention_package
 from miles.config.cluster import ClusterConfig
 from miles.config.command_line import Foreign
 from miles.config.fsdp import FsdpConfig
+from miles.config.precision import PrecisionConfig
 from miles.config.root import MilesConfig
 
 
-def config(ranks_per_node: int = 2, **fsdp: object) -> MilesConfig:
-    cluster = ClusterConfig(actor_num_nodes=3, actor_num_gpus_per_node=ranks_per_node)
-    return MilesConfig(cluster=cluster, fsdp=FsdpConfig(**fsdp))  # pyright: ignore[reportArgumentType]
+def config(context_parallel_size: int = 1, fp16: bool = False, **fsdp: object) -> MilesConfig:
+    cluster = ClusterConfig(
+        actor_num_nodes=3,
+        actor_num_gpus_per_node=2,
+        context_parallel_size=context_parallel_size,
+    )
+    return MilesConfig(
+        cluster=cluster,
+        precision=PrecisionConfig(fp16=fp16),
+        fsdp=FsdpConfig(**fsdp),  # pyright: ignore[reportArgumentType]
+    )
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 6])
@@ -64,7 +73,7 @@ def test_an_attention_whose_package_is_missing_is_refused() -> None:
     ],
 )
 def test_flags_of_the_other_backend_are_refused_by_name(flag: str, remedy: str) -> None:
-    problem = refuse(Foreign(name=flag, value="2"))
+    problem = refuse(Foreign(name=flag, words=("2",)))
     assert problem is not None
     assert problem.flag == flag
     assert "fsdp" in problem.remedy
@@ -72,10 +81,16 @@ def test_flags_of_the_other_backend_are_refused_by_name(flag: str, remedy: str) 
 
 
 def test_a_slip_of_the_pen_is_left_to_others() -> None:
-    assert refuse(Foreign(name="--rollout-batch", value="2")) is None
+    assert refuse(Foreign(name="--rollout-batch", words=("2",))) is None
 
 
 def test_a_refusal_names_the_file_that_the_flag_stands_in() -> None:
-    problem = refuse(Foreign(name="--sequence-parallel", value="", file="run.yaml"))
+    problem = refuse(Foreign(name="--sequence-parallel", words=(), file="run.yaml"))
     assert problem is not None
     assert problem.remedy.endswith("(in run.yaml)")
+
+
+def test_an_attention_that_nobody_knows_is_refused_with_the_names() -> None:
+    (problem,) = check(config(attn_implementation="flash"), frozenset())
+    assert problem.flag == "--attn-implementation"
+    assert "sdpa" in problem.remedy

@@ -19,7 +19,9 @@ from tests.unit.backends.fsdp_utils.jobs import (
 )
 
 SCHEDULE = {"lr": 1e-3, "lr_decay_style": "linear"}
-HALF = {"fp32": False, "fp16": True}
+HALF = {"precision": {"fp32": False, "fp16": True}}
+BF16 = {"precision": {"fp32": False}}
+NO_MASTER = {**BF16, "fsdp": {"keep_fp32_master": False}}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -52,7 +54,7 @@ def test_a_loss_without_a_gradient_moves_nothing(two_ranks: Ranks, tiny_qwen3: P
 def test_an_overflow_halves_the_loss_scale_and_changes_nothing_else(
     two_ranks: Ranks, tiny_qwen3: Path
 ) -> None:
-    config = make_config(tiny_qwen3, fsdp=HALF)
+    config = make_config(tiny_qwen3, **HALF)
     rollouts = make_rollouts(config, 1)
     for answer in two_ranks.run_well(step_with_a_bad_gradient, config, rollouts, math.inf):
         assert [step.skipped for step in answer["steps"]] == [False, True, False]
@@ -62,18 +64,18 @@ def test_an_overflow_halves_the_loss_scale_and_changes_nothing_else(
 
 
 @pytest.mark.parametrize(
-    ("fsdp", "tolerance"),
-    [({"fp32": False}, 0.05), (HALF, 0.02), ({"fp32": False, "keep_fp32_master": False}, 0.05)],
+    ("groups", "tolerance"),
+    [(BF16, 0.05), (HALF, 0.02), (NO_MASTER, 0.05)],
     ids=["bf16", "fp16", "bf16 without master"],
 )
 def test_half_precision_trains_like_fp32(
-    two_ranks: Ranks, tiny_qwen3_untied: Path, fsdp: dict[str, Any], tolerance: float
+    two_ranks: Ranks, tiny_qwen3_untied: Path, groups: dict[str, Any], tolerance: float
 ) -> None:
     algorithm = {"loss_type": "sft_loss"}
     config = make_config(tiny_qwen3_untied, algorithm=algorithm)
     rollouts = make_rollouts(config, 3)
     exact, _ = two_ranks.run_well(train_rollouts, config, rollouts)
-    half_config = make_config(tiny_qwen3_untied, algorithm=algorithm, fsdp=fsdp)
+    half_config = make_config(tiny_qwen3_untied, algorithm=algorithm, **groups)
     half, _ = two_ranks.run_well(train_rollouts, half_config, rollouts)
     for step, reference in zip(half["steps"], exact["steps"], strict=True):
         assert step.loss == pytest.approx(reference.loss, rel=tolerance)
@@ -85,17 +87,17 @@ def test_half_precision_trains_like_fp32(
 
 
 @pytest.mark.parametrize(
-    ("fsdp", "dtypes"),
+    ("groups", "dtypes"),
     [
         ({}, {"torch.float32"}),
-        ({"fp32": False}, {"torch.float32"}),
-        ({"fp32": False, "keep_fp32_master": False}, {"torch.bfloat16"}),
+        (BF16, {"torch.float32"}),
+        (NO_MASTER, {"torch.bfloat16"}),
     ],
 )
 def test_parameters_and_moments_are_fp32_unless_told_otherwise(
-    two_ranks: Ranks, tiny_qwen3_untied: Path, fsdp: dict[str, Any], dtypes: set[str]
+    two_ranks: Ranks, tiny_qwen3_untied: Path, groups: dict[str, Any], dtypes: set[str]
 ) -> None:
-    config = make_config(tiny_qwen3_untied, fsdp=fsdp)
+    config = make_config(tiny_qwen3_untied, **groups)
     assert two_ranks.run_well(stored_dtypes, config) == [dtypes, dtypes]
 
 

@@ -37,13 +37,15 @@ def mixed_dtypes(tiny_qwen3_untied: Path, tmp_path_factory: pytest.TempPathFacto
     return path
 
 
-@pytest.mark.parametrize("model", ["tiny_qwen3", "tiny_qwen3_untied", "mixed_dtypes"])
-@pytest.mark.parametrize("fsdp", [{"fp32": True}, {"fp32": False}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "model", ["tiny_qwen3", "tiny_qwen3_untied", "mixed_dtypes", "tiny_qwen3_moe"]
+)
+@pytest.mark.parametrize("fp32", [True, False], ids=["fp32", "bf16"])
 def test_weights_leave_as_the_checkpoint_holds_them(
-    two_ranks: Ranks, request: pytest.FixtureRequest, model: str, fsdp: dict[str, Any]
+    two_ranks: Ranks, request: pytest.FixtureRequest, model: str, fp32: bool
 ) -> None:
     path: Path = request.getfixturevalue(model)
-    config = make_config(path, fsdp=fsdp)
+    config = make_config(path, precision={"fp32": fp32})
     for names, before, asleep, awake in two_ranks.run_well(weights_awake_and_asleep, config):
         assert len(names) == len(set(names))
         assert before == asleep == awake == stored(path)
@@ -64,7 +66,7 @@ def test_a_tied_parameter_goes_under_the_name_of_the_checkpoint(
 def test_an_fp16_run_hands_out_fp16_where_the_checkpoint_is_bf16(
     two_ranks: Ranks, tiny_qwen3_untied: Path
 ) -> None:
-    config = make_config(tiny_qwen3_untied, fsdp={"fp32": False, "fp16": True})
+    config = make_config(tiny_qwen3_untied, precision={"fp32": False, "fp16": True})
     tensors = load_file(tiny_qwen3_untied / "model.safetensors")
     halves = {name: as_bytes(tensor.half()) for name, tensor in tensors.items()}
     for _, before, asleep, _ in two_ranks.run_well(weights_awake_and_asleep, config):
@@ -121,7 +123,7 @@ def test_transformers_loads_an_export_bit_for_bit(
 def test_the_config_of_an_fp16_export_names_its_dtype(
     two_ranks: Ranks, tiny_qwen3_untied: Path, tmp_path: Path
 ) -> None:
-    config = make_config(tiny_qwen3_untied, fsdp={"fp32": False, "fp16": True})
+    config = make_config(tiny_qwen3_untied, precision={"fp32": False, "fp16": True})
     two_ranks.run_well(export, config, str(tmp_path / "export"), WHOLE, None)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto")
     assert {p.dtype for p in model.parameters()} == {torch.float16}

@@ -88,6 +88,48 @@ def test_steps_without_a_tracker_are_refused(tmp_path: Path) -> None:
     assert checkpoints.TRACKER in text
 
 
+def test_weights_that_megatron_itself_released_are_a_first_start(tmp_path: Path) -> None:
+    released = tmp_path / "release"
+    released.mkdir()
+    (released / checkpoints.METADATA).write_text('{"sharded_backend": "torch_dist"}')
+    (tmp_path / checkpoints.TRACKER).write_text("release")
+    assert checkpoints.check_load(str(tmp_path)) == []
+    assert checkpoints.resolve_load(str(tmp_path)) == released
+    assert checkpoints.is_weights_only(released)
+    assert checkpoints.read_metadata(released)["iteration"] == 0
+
+
+def test_a_step_of_megatron_itself_is_a_first_start_whatever_its_iteration(tmp_path: Path) -> None:
+    step = checkpoints.step_dir(tmp_path, 500)
+    step.mkdir()
+    (step / checkpoints.METADATA).write_text('{"sharded_backend": "torch_dist"}')
+    (tmp_path / checkpoints.TRACKER).write_text("500")
+    assert checkpoints.resolve_load(str(tmp_path)) == step
+    assert checkpoints.is_weights_only(step)
+    assert checkpoints.verify(step)["iteration"] == 0
+
+
+def test_converted_weights_are_published_as_a_release_and_not_pruned(tmp_path: Path) -> None:
+    assert save(tmp_path, 0) == tmp_path / "release"
+    assert (tmp_path / checkpoints.TRACKER).read_text() == "release"
+    assert checkpoints.resolve_load(str(tmp_path)) == tmp_path / "release"
+    for iteration in (1, 2, 3):
+        save(tmp_path, iteration)
+    assert checkpoints.prune(tmp_path, 1) == [tmp_path / "iter_0000001", tmp_path / "iter_0000002"]
+    assert names(tmp_path) == ["iter_0000003", checkpoints.TRACKER, "release"]
+
+
+def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
+    checkpoints.prepare_staging(tmp_path, 0, ["model"])
+    assert checkpoints.read_tracker(tmp_path) is None
+    checkpoints.recover(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_a_step_of_a_run_is_not_weights_only(tmp_path: Path) -> None:
+    assert not checkpoints.is_weights_only(save(tmp_path, 3))
+
+
 def test_a_missing_step_is_refused_with_its_path(tmp_path: Path) -> None:
     save(tmp_path, 3)
     (tmp_path / checkpoints.TRACKER).write_text("9")
@@ -239,3 +281,9 @@ def test_the_sentinel_is_seen_and_cleared(tmp_path: Path) -> None:
     checkpoints.clear_sentinel(path)
     checkpoints.clear_sentinel(path)
     assert not checkpoints.sentinel_requested(path)
+
+
+def test_the_inside_of_a_step_is_no_fresh_start(tmp_path: Path) -> None:
+    step = save(tmp_path, 3)
+    (step / "model" / ".metadata").touch()
+    assert "lies within a step" in remedy(step / "model")

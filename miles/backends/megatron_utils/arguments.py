@@ -1,0 +1,233 @@
+"""The Megatron backend's side of the command line: what it derives, demands and refuses.
+
+Megatron owns the parser of its runs (``namespace.py``): its options stay out of the frozen config,
+which carries them as ``megatron_argv``.
+"""
+
+import argparse
+import os
+import warnings
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from miles.backends.megatron_utils import (
+    architecture,
+    derive,
+    machine,
+    namespace,
+    package,
+    refusals,
+    rules,
+)
+from miles.config.command_line import Foreign, unknown_flag
+from miles.config.errors import ConfigError, Problem
+from miles.config.lora_flags import LORA_FLAGS
+from miles.config.megatron_flags import MEGATRON_FLAGS
+from miles.config.root import MilesConfig
+from miles.config.rules.problems import problem
+from miles.core import hf, logging, plugins
+
+log = logging.get(__name__)
+
+Checked = tuple[tuple[str, ...], list[Problem], list[str]]
+"""``megatron_argv``, everything wrong, and what was derived or is worth a warning."""
+
+
+def check(config: MilesConfig, foreign: Sequence[Foreign]) -> Checked:
+    """Turn the flags that are not ours into Megatron's arguments, and check these.
+
+    Imports Megatron, so takes seconds; with Megatron missing or of another version that is the
+    problem, beside flags that no version has. A run that does not train needs no Megatron.
+    """
+    missing = package.problem()
+    trains = not config.observability.debug_rollout_only
+    if missing is not None or not trains:
+        known = {f"--{name}": refusals.reason_against(name, "") for name in MEGATRON_FLAGS}
+        problems = [missing] if missing is not None and trains else []
+        return (), [*problems, *_misplaced(foreign, known)], []
+    with warnings.catch_warnings():
+        # Its modules say on import which kernels they miss; ``machine.py`` says it in one line.
+        warnings.simplefilter("ignore")
+        parser = namespace.make_parser()
+    known = refusals.reasons(parser)
+    problems = _misplaced(foreign, known)
+    own = [flag for flag in foreign if flag.name in known and known[flag.name] is None]
+    unreadable = _unreadable(parser, own)
+    broken = {problem.flag for problem in unreadable}
+    readable = [flag for flag in own if flag.name not in broken]
+    argv, more, messages = _check_values(config, parser, readable, broken)
+    return argv, [*problems, *unreadable, *more], messages
+
+
+def parse(config: MilesConfig) -> argparse.Namespace:
+    """Megatron's validated namespace in a trainer process (RANK and WORLD_SIZE are set).
+
+    Raises ``ConfigError`` for what Megatron refuses on this machine.
+    """
+    missing = package.problem()
+    if missing is not None:
+        raise ConfigError([missing])
+    flags = machine.flags()
+    if flags:
+        log.info("%s: %s", machine.reason(), " ".join(flags))
+    if "--moe-grouped-gemm" in config.megatron_argv and not package.has_transformer_engine():
+        log.info("--moe-grouped-gemm: needs Transformer Engine; experts run one after another")
+    # How kernels overlap depends on it; Megatron demands it of GPUs before Blackwell.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    try:
+        args = namespace.parse_args([*flags, *config.megatron_argv])
+        namespace.validate(args, config)
+    except namespace.MegatronArgumentError as error:
+        raise ConfigError([_refused_by_megatron(error)]) from error
+    return args
+
+
+def help_text() -> str:
+    """Megatron's flags that a run of Miles takes. Raises ``ConfigError`` without Megatron."""
+    missing = package.problem()
+    if missing is not None:
+        raise ConfigError([missing])
+    return namespace.help_text()
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What ``config.json`` of --hf-checkpoint says."""
+
+    hf_config: Any
+    flags: Mapping[str, str | bool]
+
+
+def _check_values(
+    config: MilesConfig,
+    parser: argparse.ArgumentParser,
+    own: Sequence[Foreign],
+    broken: Set[str],
+) -> Checked:
+    """``broken`` options have their problem; that another value stands in is not one more."""
+    given = {flag.name.removeprefix("--") for flag in own}
+    spec = next((flag.words for flag in own if flag.name == "--spec"), None)
+    model, problems = _model(config, spec)
+    if (
+        model is None
+        or min(config.cluster.num_train_ranks, config.cluster.context_parallel_size) < 1
+    ):
+        # Our own rules have the problem of the latter, and no other number makes sense with it.
+        return (), problems, []
+    in_part = any(option.removeprefix("--") in architecture.ARCHITECTURE_FLAGS for option in broken)
+    derived, messages = _architecture(config, model, given, in_part=in_part)
+    argv = [
+        *derive.defaults(),
+        *derive.from_model(config, model.hf_config, model.flags, given),
+        *derived,
+        *(word for flag in own for word in _words(flag)),
+    ]
+    args = parser.parse_args([*machine.flags(), *argv])
+    expected = parser.parse_args(architecture.to_argv(model.flags))
+    problems = [
+        *architecture.compare(args, expected),
+        *rules.check(args, config),
+        *_unusable_spec(args.spec),
+    ]
+    problems = [p for p in problems if broken.isdisjoint(p.flag.split(", "))]
+    if not problems and not broken:
+        problems = _validated(config, argv)
+    return tuple(argv), problems, [*messages, *rules.warnings(args)]
+
+
+def _architecture(
+    config: MilesConfig, model: _Model, given: Set[str], *, in_part: bool
+) -> tuple[list[str], list[str]]:
+    """The flags of the checkpoint where the user gives none, or has only part of them read; and
+    what to say about it."""
+    if given & architecture.ARCHITECTURE_FLAGS and not in_part:
+        names = {"spec"} - given
+    else:
+        names = model.flags.keys() - given
+    flags = {name: value for name, value in model.flags.items() if name in names}
+    if not flags:
+        return [], []
+    argv = architecture.to_argv(flags)
+    source = f"{config.rollout.hf_checkpoint}/config.json"
+    return argv, [f"Megatron's architecture flags from {source}: {' '.join(argv)}"]
+
+
+def _unusable_spec(spec: Sequence[str] | None) -> list[Problem]:
+    """What is wrong with --spec, as far as an import shows it."""
+    if spec is None:
+        return []
+    given = " ".join(spec)
+    if len(spec) != 2:
+        return [Problem("--spec", given, "takes a module and a name in it")]
+    try:
+        plugins.load_attribute(".".join(spec))
+    except (plugins.PluginError, ImportError, SyntaxError) as error:
+        return [Problem("--spec", given, str(error))]
+    return []
+
+
+def _validated(config: MilesConfig, argv: Sequence[str]) -> list[Problem]:
+    """What Megatron itself has against the arguments: the first such thing."""
+    try:
+        args = namespace.parse_args([*machine.flags(), *argv])
+        args.rank, args.world_size = 0, config.cluster.num_train_ranks
+        namespace.validate(args, config)
+    except namespace.MegatronArgumentError as error:
+        return [_refused_by_megatron(error)]
+    return []
+
+
+def _model(config: MilesConfig, spec: Sequence[str] | None) -> tuple[_Model | None, list[Problem]]:
+    """``None`` without problems where the directory itself is at fault, which has its own rule."""
+    # It imports torch, which --help and other backends' command lines do without.
+    from miles.backends.megatron_utils import bridge
+
+    path = config.rollout.hf_checkpoint
+    if path is None:
+        return None, []
+    try:
+        hf.check_directory(path)
+    except hf.CheckpointDirError:
+        return None, []
+    try:
+        hf_config = hf.load_config(path)
+        return _Model(hf_config, bridge.flags_of(hf_config, spec)), []
+    except bridge.BridgeError as error:
+        return None, [Problem("--spec", " ".join(spec or ()), str(error))]
+    except (OSError, ValueError) as error:
+        return None, [problem(config, "hf_checkpoint", remedy=str(error))]
+
+
+def _misplaced(foreign: Sequence[Foreign], known: Mapping[str, str | None]) -> list[Problem]:
+    """Flags that nobody knows or that Miles refuses, which ``known`` has the reason for."""
+    hints = [option for option, reason in known.items() if reason is None]
+    problems: list[Problem] = []
+    for flag in foreign:
+        if flag.name.removeprefix("--") in LORA_FLAGS:
+            remedy = "LoRA is not supported in this version, which trains all weights; leave it out"
+            problems.append(Problem(flag.name, flag.value, remedy))
+        elif flag.name not in known:
+            problems.append(unknown_flag(flag, hints))
+        elif reason := known[flag.name]:
+            problems.append(Problem(flag.name, flag.value, f"leave it out: {reason}"))
+    return problems
+
+
+def _unreadable(parser: argparse.ArgumentParser, own: Sequence[Foreign]) -> list[Problem]:
+    problems: list[Problem] = []
+    for flag in own:
+        fault = namespace.fault_of(parser, _words(flag))
+        if fault is not None:
+            problems.append(Problem(flag.name, flag.value, fault))
+    return problems
+
+
+def _words(flag: Foreign) -> list[str]:
+    if len(flag.words) == 1 and flag.words[0].startswith("-"):
+        return [f"{flag.name}={flag.words[0]}"]
+    return [flag.name, *flag.words]
+
+
+def _refused_by_megatron(error: namespace.MegatronArgumentError) -> Problem:
+    return Problem("--train-backend", "megatron", f"Megatron refuses its arguments: {error}")

@@ -1,0 +1,192 @@
+"""Whole checkpoints offline, between Hugging Face directories and torch_dist, in any layout of
+ranks; ``tools/convert_*.py`` are the command lines.
+"""
+
+import argparse
+import dataclasses
+import math
+import os
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from miles.backends.megatron_utils import cpu_platform
+
+# Megatron binds functions of torch while it is imported.
+cpu_platform.install()
+
+from miles.backends.megatron_utils import arguments, checkpoint  # noqa: E402
+from miles.backends.megatron_utils.bridge import Spec, converter_of  # noqa: E402
+from miles.backends.megatron_utils.chunks import build_chunks  # noqa: E402
+from miles.backends.megatron_utils.converters import Converter  # noqa: E402
+from miles.backends.megatron_utils.initialize import destroy, initialize  # noqa: E402
+from miles.backends.megatron_utils.sharded_state import TrainerState  # noqa: E402
+from miles.backends.megatron_utils.weights import exported, load_hf, stream_hf  # noqa: E402
+from miles.backends.training_utils import checkpoints  # noqa: E402
+from miles.backends.training_utils.hf_export import export_hf  # noqa: E402
+from miles.backends.training_utils.hf_files import HFFiles  # noqa: E402
+from miles.config.checkpoint import CheckpointConfig  # noqa: E402
+from miles.config.cluster import ClusterConfig  # noqa: E402
+from miles.config.command_line import Foreign, read_command_line  # noqa: E402
+from miles.config.errors import ConfigError, Problem  # noqa: E402
+from miles.config.precision import PrecisionConfig  # noqa: E402
+from miles.config.rollout import RolloutConfig  # noqa: E402
+from miles.config.root import MilesConfig  # noqa: E402
+from miles.contracts.types import NamedTensor  # noqa: E402
+from miles.core import distributed, hf, logging  # noqa: E402
+
+log = logging.get(__name__)
+
+_LAYOUT = frozenset(
+    f"--{name}"
+    for name in (
+        "tensor-model-parallel-size",
+        "pipeline-model-parallel-size",
+        "expert-model-parallel-size",
+        "expert-tensor-parallel-size",
+    )
+)
+
+
+def hf_to_torch_dist(hf_checkpoint: str, save: str, megatron_flags: Sequence[str]) -> None:
+    """Write the weights of a Hugging Face directory as the torch_dist checkpoint ``save``, from
+    which a run starts at rollout 0. Collective over torchrun's ranks, or one process alone.
+
+    Raises ``ConfigError`` or ``CheckpointDirError``; nothing that could be loaded is then there.
+    """
+    _check_target(save)
+    config = _config(hf_checkpoint, CheckpointConfig(save=save), megatron_flags)
+    with _joined(config) as args:
+        state = TrainerState(args=args, chunks=build_chunks(args, trainable=False))
+        load_hf(state.chunks, _converter(hf_checkpoint, args.spec), hf_checkpoint)
+        checkpoint.save_weights(save, state, {"source": hf_checkpoint})
+
+
+def torch_dist_to_hf(
+    load: str, hf_checkpoint: str, save: str, megatron_flags: Sequence[str]
+) -> None:
+    """Write the newest step of the torch_dist checkpoint ``load`` as the Hugging Face directory
+    ``save``, whose names, dtypes and side files are those of ``hf_checkpoint``.
+
+    Collective over torchrun's ranks, or one process alone. Tensors that are not trained (vision)
+    are copied. Raises ``ConfigError`` or ``CheckpointDirError``.
+    """
+    config = _config(hf_checkpoint, CheckpointConfig(load=load), megatron_flags)
+    files = HFFiles(hf_checkpoint)
+    with _joined(config) as args:
+        converter = _converter(hf_checkpoint, args.spec)
+        step = checkpoint.find_weights("--load", load)
+        if step is None:
+            remedy = "is a Hugging Face directory already; --load takes a torch_dist checkpoint"
+            raise ConfigError([Problem("--load", load, remedy)])
+        state = TrainerState(args=args, chunks=build_chunks(args, trainable=False))
+        checkpoint.load_weights(step, state)
+        others = [name for name in files.headers if name.startswith(converter.not_trained)]
+        tensors = [*exported(converter, files), *(files.headers[name] for name in others)]
+
+        def stream() -> Iterator[NamedTensor]:
+            yield from stream_hf(state.chunks, converter, files)
+            yield from (NamedTensor(name, files.read(name)) for name in others)
+
+        export_hf(save, hf_checkpoint, tensors, stream())
+
+
+def _converter(hf_checkpoint: str, spec: Spec) -> Converter:
+    try:
+        return converter_of(hf.load_config(hf_checkpoint), spec)
+    except ValueError as error:
+        raise ConfigError([Problem("--hf-checkpoint", hf_checkpoint, str(error))]) from error
+
+
+def _check_target(save: str) -> None:
+    """Refuse to reset the tracker of a run's checkpoints."""
+    newest = checkpoints.read_tracker(save)
+    if newest:
+        remedy = f"holds checkpoints of a run (the newest is {newest}); give another directory"
+        raise ConfigError([Problem("--save", save, remedy)])
+
+
+def _config(
+    hf_checkpoint: str, checkpoint_config: CheckpointConfig, megatron_flags: Sequence[str]
+) -> MilesConfig:
+    """The config of a trainer that would have this model and layout. Raises ``ConfigError``."""
+    try:
+        hf.check_directory(hf_checkpoint)
+    except hf.CheckpointDirError as error:
+        raise ConfigError([Problem("--hf-checkpoint", hf_checkpoint, str(error))]) from error
+    line = read_command_line(megatron_flags)
+    remedy = "is no flag of Megatron's model or layout, which is all that a conversion takes"
+    names = sorted(f"--{name.replace('_', '-')}" for name in line.given)
+    problems = [Problem(name, "given", remedy) for name in names]
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    config = MilesConfig(
+        cluster=ClusterConfig(train_backend="megatron", actor_num_gpus_per_node=num_ranks),
+        rollout=RolloutConfig(hf_checkpoint=hf_checkpoint),
+        checkpoint=checkpoint_config,
+        precision=_precision(hf_checkpoint),
+    )
+    foreign = [*line.foreign, *_layout(hf_checkpoint, line.foreign, num_ranks)]
+    argv, found, messages = arguments.check(config, foreign)
+    if problems or found:
+        raise ConfigError([*problems, *found])
+    if int(os.environ.get("RANK", "0")) == 0:
+        for message in messages:
+            log.info("%s", message)
+    # What is drawn at random would be overwritten.
+    return dataclasses.replace(config, megatron_argv=(*argv, "--no-initialization"))
+
+
+def _precision(hf_checkpoint: str) -> PrecisionConfig:
+    """A dtype that holds all tensors exactly."""
+    dtypes = {header.dtype for header in HFFiles(hf_checkpoint).headers.values()}
+    fp16 = dtypes == {torch.float16}
+    return PrecisionConfig(fp16=fp16, fp32=not fp16 and dtypes != {torch.bfloat16})
+
+
+def _layout(hf_checkpoint: str, given: Sequence[Foreign], num_ranks: int) -> list[Foreign]:
+    """Without a layout, layers and then experts are spread over the ranks as far as they divide."""
+    if num_ranks == 1 or any(flag.name in _LAYOUT for flag in given):
+        return []
+    text_config = hf.load_config(hf_checkpoint).get_text_config()
+    stages = math.gcd(text_config.num_hidden_layers, num_ranks)
+    sizes = {"pipeline-model-parallel-size": stages}
+    # Under the name that transformers' classes share; in config.json it is spelled otherwise.
+    num_experts = getattr(text_config, "num_experts", None)
+    if num_experts:
+        sizes["expert-model-parallel-size"] = math.gcd(num_experts, num_ranks // stages)
+    return [Foreign(name=f"--{name}", words=(str(size),)) for name, size in sizes.items()]
+
+
+@contextmanager
+def _joined(config: MilesConfig) -> Generator[argparse.Namespace]:
+    """Megatron's arguments, with its process groups."""
+    with _environment():
+        distributed.init_process_group(config.cluster.distributed_timeout_minutes)
+        try:
+            yield initialize(config)
+        finally:
+            destroy()
+            distributed.destroy_process_group()
+
+
+@contextmanager
+def _environment() -> Generator[None]:
+    """torchrun's variables for a process that it did not start."""
+    if "RANK" in os.environ:
+        yield
+        return
+    alone = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(distributed.host_rendezvous("127.0.0.1")),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    os.environ.update(alone)
+    try:
+        yield
+    finally:
+        for name in alone:
+            del os.environ[name]

@@ -1,0 +1,127 @@
+"""Megatron's flags that have no place in a run of Miles, each with the reason.
+
+A flag that would do nothing, or that would work against the loop around Megatron, is refused; what
+is not listed here is Megatron's own business and passes.
+"""
+
+import argparse
+from collections.abc import Mapping
+
+_LOOP = "Miles drives the loop"
+_FSDP = "this backend shards with the distributed optimizer; --train-backend fsdp is the other way"
+_STEPS = "schedules count optimizer steps: use --lr-warmup-iters, --lr-decay-iters and the like"
+_CUDA_GRAPHS = "micro-batches have many shapes, which CUDA graphs cannot replay"
+_CPU_OPTIMIZER = "this version keeps the optimizer on the training device"
+_LENGTHS = "a micro-batch is as long as its samples"
+_DIALECT = "no model of the families that convert from Hugging Face has it"
+
+GROUPS: Mapping[str, str] = {
+    "rl": f"{_LOOP}, not Megatron's own RL code",
+    "profiling": "this version does not profile",
+    "validation": "evaluation is --eval-prompt-data's",
+    "data and dataloader": "samples come from rollouts, whose lengths they have",
+    "tokenizer": "the tokenizer is that of --hf-checkpoint",
+    "logging": "metrics go through --run-dir and the trackers",
+    "checkpointing": "Miles writes and reads the checkpoints (see --load, --save, --async-save)",
+    "autoresume": _LOOP,
+    "biencoder": "Miles trains language models",
+    "vision": "Miles trains language models",
+    "heterogeneous architecture": _DIALECT,
+    "mla": _DIALECT,
+    "Logits Distillation": _LOOP,
+    "straggler": _LOOP,
+    "workload inspector": _LOOP,
+    "inference": "the engines generate, not Megatron",
+    "one logger": "metrics go through --run-dir and the trackers",
+    "In-process restart": _LOOP,
+    "ft_package": _LOOP,
+    "rerun engine": _LOOP,
+    "msc": "paths are those of a file system",
+    "sft": "supervised training is --loss-type sft_loss",
+    "fault injector": _LOOP,
+}
+"""Titles of whole groups of Megatron's parser."""
+
+_NAMES: Mapping[str, str] = {
+    """train-iters train-samples exit-interval exit-duration-in-mins exit-signal
+    exit-signal-handler exit-signal-handler-for-dataloader exit-signal-handler-for-training
+    manual-gc manual-gc-interval no-manual-gc-eval disable-manual-gc-eval iterations-to-skip
+    result-rejected-tracker-filename
+    gpu-sniff-test-interval train-sync-interval dataloader-type yaml-cfg local-rank lazy-mpu-init
+    fake-process-group check-for-large-grads empty-unused-memory-level
+    check-weight-hash-across-dp-replicas-interval""": _LOOP,
+    """batch-size rampup-batch-size step-batch-size-schedule decrease-batch-size-if-needed""": (
+        "use --global-batch-size"
+    ),
+    "model-parallel-size": "use --tensor-model-parallel-size",
+    "checkpoint-activations": "use --recompute-granularity",
+    "warmup": "use --lr-warmup-iters",
+    """lr-decay-samples lr-wsd-decay-samples lr-warmup-samples override-opt-param-scheduler
+    override-opt_param-scheduler use-checkpoint-opt-param-scheduler
+    use-checkpoint-opt_param-scheduler start-weight-decay end-weight-decay
+    weight-decay-incr-style""": _STEPS,
+    """decoupled-lr decoupled-min-lr freeze-all-layers""": "all weights train with --lr",
+    "finetune no-load-optim no-load-rng": (
+        "a converted directory starts at rollout 0 without optimizer state by itself"
+    ),
+    """use-megatron-fsdp use-torch-fsdp2 data-parallel-sharding-strategy
+    outer-dp-sharding-strategy fsdp-double-buffer fsdp-manual-registration
+    torch-fsdp2-no-reshard-after-forward enable-full-sharding-in-hsdp keep-fp8-transpose-cache
+    megatron-fsdp-main-params-dtype megatron-fsdp-main-grads-dtype megatron-fsdp-grad-comm-dtype
+    megatron-fsdp-enable-fine-grained-param-gather megatron-fsdp-max-pool-double-buffer
+    fsdp-db-use-persist-buf-on-alloc-fail init-model-with-meta-device""": _FSDP,
+    """enable-cuda-graph external-cuda-graph cuda-graph-impl optimizer-cuda-graph""": _CUDA_GRAPHS,
+    """optimizer-cpu-offload overlap-cpu-optimizer-d2h-h2d optimizer-offload-fraction
+    use-torch-optimizer-for-cpu-offload""": _CPU_OPTIMIZER,
+    """encoder-num-layers decoder-num-layers is-hybrid-model hybrid-layer-pattern
+    hybrid-override-pattern mtp-num-layers mtp-hybrid-override-pattern
+    experimental-attention-variant linear-attention-freq use-mup bert-no-binary-head""": _DIALECT,
+    """hybrid-context-parallel max-seqlen-per-dp-cp-rank hierarchical-context-parallel-sizes""": (
+        "every rank of a context-parallel group holds its share of every sample"
+    ),
+    "moe-use-upcycling moe-upcycling-granularity": "a checkpoint is trained as it is",
+    "moe-enable-routing-replay": "this version does not replay the engines' routing",
+    "moe-router-force-load-balancing moe-router-force-biased": (
+        "it routes at random, for benchmarks"
+    ),
+    "tensor-parallel-num-weight-shards expert-tensor-parallel-num-weight-shards": (
+        "this version does not shard weights beyond tensor parallelism"
+    ),
+}
+
+PREFIXES: Mapping[str, str] = {
+    "inference-": GROUPS["inference"],
+    "mamba-": _DIALECT,
+    "dsa-": _DIALECT,
+}
+"""How the names of flags begin whose group has others that pass."""
+
+REASONS: Mapping[str, str] = {
+    name: reason for names, reason in _NAMES.items() for name in names.split()
+}
+"""Single flags, without the dashes in front."""
+
+ALLOWED = frozenset(("vocab-size", "ckpt-format"))
+"""Flags of refused groups that are ours to set and that a user may give nevertheless."""
+
+
+def reason_against(option: str, title: str) -> str | None:
+    """Why an option of Megatron's group ``title`` is refused; ``None`` when it is not."""
+    name = option.removeprefix("--")
+    if name in ALLOWED:
+        return None
+    for prefix, reason in PREFIXES.items():
+        if name.startswith(prefix):
+            return reason
+    return REASONS.get(name) or GROUPS.get(title)
+
+
+def reasons(parser: argparse.ArgumentParser) -> dict[str, str | None]:
+    """Every long option of Megatron's parser with the reason against it."""
+    return {
+        option: reason_against(option, group.title or "")
+        for group in parser._action_groups  # pyright: ignore[reportPrivateUsage]
+        for action in group._group_actions  # pyright: ignore[reportPrivateUsage]
+        for option in action.option_strings
+        if option.startswith("--")
+    }

@@ -1,0 +1,288 @@
+"""What must hold between Megatron's flags, the ranks of a run and the model: pure rules.
+
+Megatron checks much of it too, but stops at the first, and without saying where a number is from.
+"""
+
+import argparse
+from collections.abc import Callable
+
+from miles.backends.megatron_utils import package
+from miles.config.errors import Problem
+from miles.config.root import MilesConfig
+
+Rule = Callable[[argparse.Namespace, MilesConfig], list[Problem]]
+"""Megatron's parsed but not yet validated namespace, and our config."""
+
+
+def check(args: argparse.Namespace, config: MilesConfig) -> list[Problem]:
+    """Everything wrong, an empty list when nothing is."""
+    sizes = sizes_are_positive(args, config)
+    return sizes or [problem for rule in RULES for problem in rule(args, config)]
+
+
+def warnings(args: argparse.Namespace) -> list[str]:
+    """What works but was probably not meant."""
+    size = args.tensor_model_parallel_size
+    if size == 1 or args.sequence_parallel:
+        return []
+    return [
+        f"--tensor-model-parallel-size {size} without --sequence-parallel: every rank holds the "
+        "activations between the sharded layers whole; add --sequence-parallel unless the recipe "
+        "says otherwise"
+    ]
+
+
+def sizes_are_positive(args: argparse.Namespace, config: MilesConfig) -> list[Problem]:
+    """Every parallel size is at least 1."""
+    return [
+        Problem(flag, vars(args)[dest], "must be at least 1")
+        for flag, dest in _SIZES.items()
+        if vars(args)[dest] is not None and vars(args)[dest] < 1
+    ]
+
+
+def dimensions_divide_the_ranks(args: argparse.Namespace, config: MilesConfig) -> list[Problem]:
+    """TP x PP x CP ranks hold one copy of the model; EP x ETP x PP one copy of the experts."""
+    products = [("tensor_model_parallel_size", "pipeline_model_parallel_size", _CONTEXT)]
+    if args.num_experts:
+        expert = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+        products.append((*expert, "pipeline_model_parallel_size"))
+    return [problem for dests in products for problem in _product_problem(args, config, dests)]
+
+
+def experts_need_a_mixture(args: argparse.Namespace, config: MilesConfig) -> list[Problem]:
+    """Expert parallelism is for models with experts."""
+    if args.num_experts:
+        return []
+    remedy = "the model of --hf-checkpoint has no experts; leave it out"
+    return [
+        Problem(flag, vars(args)[dest], remedy)
+        for flag, dest in _SIZES.items()
+        if flag.startswith("--expert-") and (vars(args)[dest] or 1) > 1
+    ]
+
+
+def shards_are_whole(args: argparse.Namespace, config: MilesConfig) -> list[Problem]:
+    """What a dimension splits is a multiple of it."""
+    tensor, expert = args.tensor_model_parallel_size, args.expert_model_parallel_size
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    expert_tensor = args.expert_tensor_parallel_size or tensor
+    rows = (
+        ("--tensor-model-parallel-size", tensor, "attention heads", args.num_attention_heads),
+        ("--tensor-model-parallel-size", tensor, "query groups (key-value heads)", groups),
+        ("--tensor-model-parallel-size", tensor, "MLP columns", args.ffn_hidden_size),
+        ("--expert-model-parallel-size", expert, "experts", args.num_experts),
+        ("--expert-tensor-parallel-size", expert_tensor, "expert MLP columns", _expert_width(args)),
+    )
+    return [
+        Problem(flag, size, f"must divide the model's {total} {what}")
+        for flag, size, what, total in rows
+        if total is not None and total % size != 0
+    ]
+
+
+def layers_divide_into_stages(args: argparse.Namespace, config: MilesConfig) -> list[Problem]:
+    """Every pipeline stage has as many layers, unless Megatron's uneven flags say otherwise."""
+    stages, layers = args.pipeline_model_parallel_size, args.num_layers
+    uneven = (
+        args.decoder_first_pipeline_num_layers,
+        args.decoder_last_pipeline_num_layers,
+        args.pipeline_model_parallel_layout,
+    )
+    if layers is None or any(flag is not None for flag in uneven):
+        return []
+    counted = layers
+    counted += args.account_for_embedding_in_pipeline_split
+    counted += args.account_for_loss_in_pipeline_split
+    remedy = (
+        f"must divide the model's {layers} layers (--decoder-first-pipeline-num-layers, "
+        "--decoder-last-pipeline-num-layers and --pipeline-model-parallel-layout split unevenly)"
+    )
+    if counted % stages != 0:
+        return [Problem("--pipeline-model-parallel-size", stages, remedy)]
+    per_stage = counted // stages
+    rows = (
+        ("--num-layers-per-virtual-pipeline-stage", args.num_layers_per_virtual_pipeline_stage),
+        ("--num-virtual-stages-per-pipeline-rank", args.num_virtual_stages_per_pipeline_rank),
+    )
+    return [
+        Problem(flag, number, f"must divide the {per_stage} layers of a stage")
+        for flag, number in rows
+        if number is not None and (number < 1 or per_stage % number != 0)
+    ]
+
+
+def virtual_stages_overlap(args: argparse.Namespace, config: MilesConfig) -> list[Problem]:
+    """The interleaved schedule is right with overlapped communication only: batched sends between
+    the same two ranks mix up their order (over gloo without any error)."""
+    virtual = (
+        args.num_layers_per_virtual_pipeline_stage,
+        args.num_virtual_stages_per_pipeline_rank,
+    )
+    if args.overlap_p2p_comm or all(flag is None for flag in virtual):
+        return []
+    remedy = "virtual pipeline stages need overlapped communication; leave it out"
+    return [Problem("--no-overlap-p2p-communication", True, remedy)]
+
+
+def experts_with_tensor_parallelism_shard_the_sequence(
+    args: argparse.Namespace, config: MilesConfig
+) -> list[Problem]:
+    """Megatron's MoE layer refuses to train otherwise, though only in its first forward pass."""
+    size = args.tensor_model_parallel_size
+    if not args.num_experts or size == 1 or args.sequence_parallel:
+        return []
+    remedy = "a model with experts needs --sequence-parallel with it"
+    return [Problem("--tensor-model-parallel-size", size, remedy)]
+
+
+def tokens_are_dispatched_as_they_come(
+    args: argparse.Namespace, config: MilesConfig
+) -> list[Problem]:
+    """All-gather of tokens needs as many of them on every rank that it gathers from; ranks with
+    different samples have different numbers."""
+    expert_tensor = _size(args, config, "expert_tensor_parallel_size")
+    gathered = args.expert_model_parallel_size * expert_tensor
+    sharing = args.tensor_model_parallel_size * config.cluster.context_parallel_size
+    if not args.num_experts or args.moe_token_dispatcher_type != "allgather" or gathered <= sharing:
+        return []
+    remedy = (
+        f"needs samples of one length: the {gathered} ranks that hold all experts "
+        f"(--expert-model-parallel-size x --expert-tensor-parallel-size) are more than the "
+        f"{sharing} that share their samples (TP x CP); use alltoall"
+    )
+    return [Problem("--moe-token-dispatcher-type", "allgather", remedy)]
+
+
+def forward_passes_repeat(args: argparse.Namespace, config: MilesConfig) -> list[Problem]:
+    """No dropout: the log-probs of a training step would differ from those before it by chance."""
+    remedy = "must be 0: the policy ratio compares two forward passes of the same weights"
+    return [
+        Problem(flag, value, remedy)
+        for flag, value in (
+            ("--attention-dropout", args.attention_dropout),
+            ("--hidden-dropout", args.hidden_dropout),
+        )
+        if value != 0
+    ]
+
+
+def one_precision(args: argparse.Namespace, config: MilesConfig) -> list[Problem]:
+    """--bf16 is the default and excludes the others."""
+    others = (("--fp16", config.precision.fp16), ("--fp32", config.precision.fp32))
+    return [
+        Problem(f"--bf16, {flag}", (True, True), "both say the precision; leave one out")
+        for flag, given in others
+        if given and args.bf16
+    ]
+
+
+def formats_are_ours(args: argparse.Namespace, config: MilesConfig) -> list[Problem]:
+    """One optimizer, one checkpoint format."""
+    problems: list[Problem] = []
+    if args.optimizer != "adam":
+        problems.append(Problem("--optimizer", args.optimizer, "must be adam"))
+    if args.ckpt_format != "torch_dist":
+        problems.append(Problem("--ckpt-format", args.ckpt_format, "must be torch_dist"))
+    return problems
+
+
+def kernels_are_installed(args: argparse.Namespace, config: MilesConfig) -> list[Problem]:
+    """Flags that only Transformer Engine fulfils are refused where it is missing."""
+    if package.has_transformer_engine():
+        return []
+    without = (
+        ("--transformer-impl", args.transformer_impl, ("local",)),
+        ("--fp8-format", args.fp8, (None,)),
+        ("--fp4-format", args.fp4, (None,)),
+        ("--exp-avg-dtype", args.exp_avg_dtype, ("fp32", "bf16")),
+        ("--exp-avg-sq-dtype", args.exp_avg_sq_dtype, ("fp32", "bf16")),
+        ("--main-params-dtype", args.main_params_dtype, ("fp32",)),
+    )
+    remedy = "needs Transformer Engine, which is not installed"
+    return [
+        Problem(flag, value, f"{remedy}; {_alternatives(allowed)}")
+        for flag, value, allowed in without
+        if value not in allowed
+    ]
+
+
+def narrow_states_need_their_optimizer(
+    args: argparse.Namespace, config: MilesConfig
+) -> list[Problem]:
+    """Only the precision-aware optimizer stores its state in another dtype than fp32."""
+    if args.use_precision_aware_optimizer:
+        return []
+    remedy = "applies only with --use-precision-aware-optimizer; add that or leave this out"
+    dests = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    return [
+        Problem(f"--{dest.replace('_', '-')}", vars(args)[dest], remedy)
+        for dest in dests
+        if vars(args)[dest] != "fp32"
+    ]
+
+
+RULES: tuple[Rule, ...] = (
+    dimensions_divide_the_ranks,
+    experts_need_a_mixture,
+    shards_are_whole,
+    layers_divide_into_stages,
+    virtual_stages_overlap,
+    experts_with_tensor_parallelism_shard_the_sequence,
+    tokens_are_dispatched_as_they_come,
+    forward_passes_repeat,
+    one_precision,
+    formats_are_ours,
+    kernels_are_installed,
+    narrow_states_need_their_optimizer,
+)
+
+_CONTEXT = "context_parallel_size"
+_SIZES = {
+    f"--{dest.replace('_', '-')}": dest
+    for dest in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+    )
+}
+
+
+def _size(args: argparse.Namespace, config: MilesConfig, dest: str) -> int:
+    if dest == _CONTEXT:
+        return config.cluster.context_parallel_size
+    if dest == "expert_tensor_parallel_size" and args.expert_tensor_parallel_size is None:
+        return args.tensor_model_parallel_size
+    return vars(args)[dest]
+
+
+def _product_problem(
+    args: argparse.Namespace, config: MilesConfig, dests: tuple[str, ...]
+) -> list[Problem]:
+    cluster = config.cluster
+    sizes = {f"--{dest.replace('_', '-')}": _size(args, config, dest) for dest in dests}
+    product = 1
+    for size in sizes.values():
+        product *= size
+    ranks = cluster.num_train_ranks
+    if product > 0 and ranks % product == 0:
+        return []
+    arithmetic = " x ".join(f"{flag} {size}" for flag, size in sizes.items())
+    remedy = (
+        f"{arithmetic} = {product} does not divide the trainer's ranks: --actor-num-nodes "
+        f"{cluster.actor_num_nodes} x --actor-num-gpus-per-node "
+        f"{cluster.actor_num_gpus_per_node} = {ranks}"
+    )
+    return [Problem(", ".join(sizes), tuple(sizes.values()), remedy)]
+
+
+def _alternatives(allowed: tuple[str | None, ...]) -> str:
+    values = [value for value in allowed if value is not None]
+    return f"use {' or '.join(values)}" if values else "leave it out"
+
+
+def _expert_width(args: argparse.Namespace) -> int | None:
+    if not args.num_experts:
+        return None
+    return args.moe_ffn_hidden_size or args.ffn_hidden_size

@@ -1,0 +1,148 @@
+"""Writing a Hugging Face directory from a stream of full tensors."""
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from miles.contracts.types import NamedTensor
+from miles.core import distributed
+
+SHARD_BYTES = 5 * 10**9
+"""Largest file of an export."""
+
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf")
+
+
+class Stored(Protocol):
+    """What an export must know of a tensor before it comes."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+
+def export_hf(
+    directory: str,
+    source: str,
+    weights: Sequence[Stored],
+    stream: Iterator[NamedTensor],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a directory that transformers loads; collective (rank 0 writes).
+
+    Everything of ``source`` but its weights is copied. The directory appears under its name only
+    when it is complete, and replaces an older export, but no directory of another kind. Raises on
+    every rank when writing fails.
+    """
+    final = Path(directory)
+    staging = final.with_name(final.name + ".tmp")
+    error: Exception | None = None
+    writer = _ShardWriter(staging, weights, shard_bytes) if distributed.rank() == 0 else None
+    try:
+        if writer is not None:
+            _check_replaceable(final)
+            _copy_side_files(Path(source), staging, {weight.dtype for weight in weights})
+    except OSError as caught:
+        error = caught
+    for item in stream:
+        # After a failure the stream is still drained: the other ranks gather with this one.
+        if writer is not None and error is None:
+            try:
+                writer.add(item)
+            except (OSError, SafetensorError) as caught:
+                error = caught
+    if writer is not None and error is None:
+        try:
+            writer.close()
+            _replace(staging, final)
+        except (OSError, SafetensorError) as caught:
+            error = caught
+    if error is not None:
+        shutil.rmtree(staging, ignore_errors=True)
+    distributed.raise_together(error, f"export to {directory}")
+
+
+class _ShardWriter:
+    """Groups tensors into files whose number is known beforehand, as their names need."""
+
+    def __init__(self, folder: Path, weights: Sequence[Stored], shard_bytes: int) -> None:
+        self._folder = folder
+        self._file_of: dict[str, int] = {}
+        self._total = sum(weight.num_bytes for weight in weights)
+        filled = number = 0
+        for weight in weights:
+            if filled and filled + weight.num_bytes > shard_bytes:
+                filled, number = 0, number + 1
+            filled += weight.num_bytes
+            self._file_of[weight.name] = number
+        self._num_files = number + 1
+        self._current = 0
+        self._held: dict[str, Tensor] = {}
+
+    def add(self, item: NamedTensor) -> None:
+        if self._file_of[item.name] != self._current:
+            self._flush()
+            self._current = self._file_of[item.name]
+        self._held[item.name] = item.tensor.cpu()
+
+    def close(self) -> None:
+        self._flush()
+        if self._num_files > 1:
+            index = {
+                "metadata": {"total_size": self._total},
+                "weight_map": {name: self._file(n) for name, n in self._file_of.items()},
+            }
+            text = json.dumps(index, indent=1)
+            (self._folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+    def _flush(self) -> None:
+        save_file(self._held, self._folder / self._file(self._current), {"format": "pt"})
+        self._held = {}
+
+    def _file(self, number: int) -> str:
+        if self._num_files == 1:
+            return "model.safetensors"
+        return f"model-{number + 1:05d}-of-{self._num_files:05d}.safetensors"
+
+
+def _check_replaceable(final: Path) -> None:
+    other = final.is_dir() and any(final.iterdir()) and not (final / "config.json").is_file()
+    if other:
+        raise FileExistsError(f"{final} is not empty and no Hugging Face directory: not replaced")
+
+
+def _copy_side_files(source: Path, staging: Path, dtypes: set[torch.dtype]) -> None:
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.is_file() and not any(path.match(pattern) for pattern in _WEIGHT_FILES):
+            shutil.copy2(path, staging / path.name)
+    config = json.loads((staging / "config.json").read_text(encoding="utf-8"))
+    if len(dtypes) == 1:
+        name = str(next(iter(dtypes))).removeprefix("torch.")
+        for key in ("dtype", "torch_dtype"):
+            if key in config and config[key] != name:
+                config[key] = name
+                text = json.dumps(config, indent=2)
+                (staging / "config.json").write_text(text, encoding="utf-8")
+
+
+def _replace(staging: Path, final: Path) -> None:
+    old = final.with_name(final.name + ".old")
+    if final.exists():
+        # What a killed export left there would stop every later one.
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    staging.rename(final)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,21 @@
+"""Architecture of meta-llama/Llama-3.1-70B, as Megatron flags."""
+
+MODEL_ARGS = {
+    "num-layers": 80,
+    "hidden-size": 8192,
+    "ffn-hidden-size": 28672,
+    "num-attention-heads": 64,
+    "group-query-attention": True,
+    "num-query-groups": 8,
+    "kv-channels": 128,
+    "swiglu": True,
+    "disable-bias-linear": True,
+    "normalization": "RMSNorm",
+    "norm-epsilon": 1e-05,
+    "position-embedding-type": "rope",
+    "rotary-base": 500000,
+    "use-rope-scaling": True,
+    "rope-scaling-factor": 8.0,
+    "vocab-size": 128256,
+    "untie-embeddings-and-output-weights": True,
+}

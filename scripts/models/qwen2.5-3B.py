@@ -1,0 +1,19 @@
+"""Architecture of Qwen/Qwen2.5-3B-Instruct, as Megatron flags."""
+
+MODEL_ARGS = {
+    "num-layers": 36,
+    "hidden-size": 2048,
+    "ffn-hidden-size": 11008,
+    "num-attention-heads": 16,
+    "group-query-attention": True,
+    "num-query-groups": 2,
+    "kv-channels": 128,
+    "swiglu": True,
+    "disable-bias-linear": True,
+    "normalization": "RMSNorm",
+    "norm-epsilon": 1e-06,
+    "position-embedding-type": "rope",
+    "rotary-base": 1000000,
+    "vocab-size": 151936,
+    "add-qkv-bias": True,
+}

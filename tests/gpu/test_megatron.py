@@ -1,0 +1,190 @@
+"""The Megatron backend on accelerators: precisions, memory, sleep, checkpoints, an engine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from miles.rollout.batch import make_batches
+from miles.rollout.engine_set import HttpEngineSet
+from scripts.made_models import make_qwen3
+from tests.contract.test_trainer_contract import RESPONSES, REWARDS
+from tests.contract.test_trainer_contract import make_config as make_contract_config
+from tests.contract.trainer_lives import first_life, second_life
+from tests.engine_process import running_engine
+from tests.gpu.conftest import LayoutRanks
+from tests.gpu.jobs import memory_around_sleep
+from tests.gpu.megatron_jobs import memory_of_a_step
+from tests.unit.backends.fsdp_utils.jobs import from_bytes, make_groups, make_rollouts
+from tests.unit.backends.fsdp_utils.test_actor import (
+    OPTIMIZER,
+    SUPERVISED,
+)
+from tests.unit.backends.fsdp_utils.test_checkpoint import SCHEDULE, saving
+from tests.unit.backends.fsdp_utils.test_model import TEMPERATURE, plain_stats
+from tests.unit.backends.megatron_utils import checkpoint_jobs
+from tests.unit.backends.megatron_utils.engine_jobs import log_probs_of, make_config, train_rollouts
+from tests.unit.backends.megatron_utils.layouts import OVERLAP, Layout
+from tests.unit.rollout.made_samples import made_groups
+
+pytestmark = pytest.mark.megatron
+
+ONE = Layout()
+TWO = [
+    Layout(tp=2, sequence_parallel=True),
+    Layout(pp=2),
+    Layout(dp=2),
+    Layout(cp=2),
+]
+
+
+def layouts(chosen: list[Layout]) -> Any:
+    return pytest.mark.parametrize("layout", chosen, ids=str)
+
+
+def largest_difference(
+    layout_ranks: LayoutRanks, model: Path, layout: Layout, precision: dict[str, bool]
+) -> float:
+    """Of the log-probs to transformers' in fp32 on the CPU."""
+    config = make_config(
+        model,
+        *layout.argv,
+        rollout={"rollout_temperature": TEMPERATURE},
+        precision=precision,
+        **layout.groups,
+    )
+    rollouts = make_rollouts(config, 1, layout.dp)
+    expected = {index: torch.tensor(values)[:, 0] for index, values in plain_stats(model).items()}
+    found: dict[int, list[float]] = {}
+    for answer in layout_ranks.run(layout, log_probs_of, config, rollouts):
+        found |= answer
+    assert found.keys() == expected.keys()
+    return max((torch.tensor(found[i]) - expected[i]).abs().max().item() for i in expected)
+
+
+@layouts([ONE, Layout(packed=False), *TWO])
+def test_log_probs_in_fp32_equal_the_cpu(
+    layout_ranks: LayoutRanks, megatron_models: dict[str, Path], layout: Layout
+) -> None:
+    assert largest_difference(layout_ranks, megatron_models["dense"], layout, {"fp32": True}) < 1e-5
+
+
+@layouts([ONE, Layout(packed=False), Layout(tp=2, sequence_parallel=True), Layout(cp=2)])
+@pytest.mark.parametrize("fp16", [False, True], ids=["bf16", "fp16"])
+def test_log_probs_in_half_precision_stay_near_fp32(
+    layout_ranks: LayoutRanks, megatron_models: dict[str, Path], layout: Layout, fp16: bool
+) -> None:
+    precision = {"fp32": False, "fp16": fp16}
+    assert largest_difference(layout_ranks, megatron_models["dense"], layout, precision) < 0.05
+
+
+@layouts([ONE, Layout(dp=2, flags=OVERLAP, note="overlapped communication"), Layout(pp=2)])
+def test_bf16_training_follows_fp32(
+    layout_ranks: LayoutRanks, megatron_models: dict[str, Path], layout: Layout
+) -> None:
+    def run(fp32: bool) -> Any:
+        config = make_config(
+            megatron_models["dense"],
+            *layout.argv,
+            algorithm=SUPERVISED,
+            optimizer=OPTIMIZER,
+            precision={"fp32": fp32},
+            **layout.groups,
+        )
+        return layout_ranks.run(layout, train_rollouts, config, make_rollouts(config, 2, layout.dp))
+
+    for narrow, wide in zip(run(False), run(True), strict=True):
+        for step, expected in zip(narrow["steps"], wide["steps"], strict=True):
+            assert step.loss == pytest.approx(expected.loss, rel=0.02)
+            assert step.grad_norm == pytest.approx(expected.grad_norm, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("layout", "fp32"),
+    # Context parallelism in fp32 takes a mask of a rank's queries and their keys.
+    [(ONE, False), (ONE, True), (Layout(cp=2), False)],
+    ids=["bf16", "fp32", "bf16-cp2"],
+)
+def test_a_packed_row_costs_no_memory_that_grows_with_its_square(
+    layout_ranks: LayoutRanks, tmp_path: Path, layout: Layout, fp32: bool
+) -> None:
+    half = 16_384
+    config = make_config(
+        make_qwen3(tmp_path / "model"),
+        *layout.argv,
+        cluster={"context_parallel_size": layout.cp},
+        data={
+            "max_tokens_per_gpu": 2 * half // layout.cp,
+            "n_samples_per_prompt": 2,
+            "rollout_batch_size": 1,
+            "global_batch_size": 2,
+        },
+        rollout={"rollout_max_response_len": half},
+        algorithm={"log_probs_chunk_size": 1024},
+        precision={"fp32": fp32},
+    )
+    rollouts = [make_batches(make_groups(0, [(16, half - 16)] * 2), config, 0, 1)]
+    for answer in layout_ranks.run(layout, memory_of_a_step, config, rollouts):
+        assert answer["tokens"] == 2 * half
+        # A mask of booleans alone would be a gigabyte.
+        assert answer["bytes"] < (2 * half) ** 2
+
+
+@layouts([ONE, Layout(dp=2), Layout(tp=2, sequence_parallel=True)])
+@pytest.mark.parametrize("fp32", [False, True], ids=["bf16", "fp32"])
+def test_sleep_gives_the_memory_back_and_waking_up_restores_every_bit(
+    layout_ranks: LayoutRanks, tmp_path: Path, layout: Layout, fp32: bool
+) -> None:
+    model = make_qwen3(tmp_path / "model", hidden_size=512, intermediate_size=2048, num_layers=4)
+    config = make_config(model, *layout.argv, precision={"fp32": fp32}, **layout.groups)
+    rollouts = make_rollouts(config, 2, layout.dp)
+    undisturbed = layout_ranks.run(layout, train_rollouts, config, rollouts)
+    slept = layout_ranks.run(layout, memory_around_sleep, config, rollouts)
+    for answer, other in zip(slept, undisturbed, strict=True):
+        assert answer["unchanged"]
+        for awake, asleep in zip(answer["awake"], answer["asleep"], strict=True):
+            assert asleep < 0.05 * awake
+        after = other["steps"][len(answer["steps"]) :]
+        for step, expected in zip(answer["steps"], after, strict=True):
+            assert step.loss == pytest.approx(expected.loss, abs=1e-5)
+            assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+
+
+@layouts([ONE, *TWO])
+def test_a_resumed_run_goes_on_like_the_uninterrupted_one(
+    layout_ranks: LayoutRanks, megatron_models: dict[str, Path], tmp_path: Path, layout: Layout
+) -> None:
+    config = make_config(
+        megatron_models["dense"], *layout.argv, optimizer=SCHEDULE, **layout.groups
+    )
+    rollouts = make_rollouts(config, 3, layout.dp)
+    train = checkpoint_jobs.train_rollouts
+    whole, *_ = layout_ranks.run(layout, train, config, rollouts)
+    config = saving(config, tmp_path)
+    layout_ranks.run(layout, train, config, rollouts[:2], (1,))
+    resumed, *_ = layout_ranks.run(layout, train, config, rollouts)
+    assert resumed["first"] == 2
+    for name, value in resumed["weights"].items():
+        expected = from_bytes(whole["weights"][name])
+        torch.testing.assert_close(from_bytes(value), expected, atol=1e-5, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("backend", ["megatron", "megatron-tp2"])
+def test_the_contract_holds_and_an_engine_gets_the_trained_weights(
+    layout_ranks: LayoutRanks, tiny_qwen3: Path, tmp_path: Path, backend: str
+) -> None:
+    config = make_contract_config(backend, tiny_qwen3, tmp_path / "save")
+    layout = Layout(dp=2) if backend == "megatron" else Layout(tp=2)
+    rollouts = [
+        make_batches(made_groups(REWARDS, RESPONSES), config, i, layout.dp) for i in range(3)
+    ]
+    with running_engine(tiny_qwen3, tmp_path / "engine") as engine:
+        engines = HttpEngineSet((engine.url,), timeout_s=60)
+        first, *_ = layout_ranks.run(layout, first_life, config, engines, rollouts)
+        second, *_ = layout_ranks.run(layout, second_life, config, engines, rollouts)
+    assert first["versions"] == [1, 2]
+    (held,) = first["in the engines"]
+    assert {name: held[name] for name in first["trained"]} == first["trained"] == first["woken"]
+    assert (second["first"], second["version"]) == (2, 3)
+    assert second["resumed"] == first["end"]

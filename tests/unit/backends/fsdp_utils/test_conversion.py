@@ -1,0 +1,56 @@
+"""FSDP checkpoints to Hugging Face directories by tools/convert_fsdp_to_hf.py."""
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from miles.backends.fsdp_utils.conversion import fsdp_to_hf
+from miles.config.errors import ConfigError
+from scripts.made_models import make_qwen3
+from tests.ranks import Ranks
+from tests.unit.backends.fsdp_utils.jobs import (
+    as_bytes,
+    make_config,
+    make_rollouts,
+    train_rollouts,
+)
+from tools.convert_fsdp_to_hf import main
+
+
+def stored(path: Path) -> dict[str, tuple[str, bytes]]:
+    files = sorted(path.glob("*.safetensors"))
+    return {name: as_bytes(t) for file in files for name, t in load_file(file).items()}
+
+
+@pytest.mark.parametrize("model", ["tiny_qwen3", "tiny_qwen3_moe"])
+def test_a_saved_step_becomes_the_directory_of_the_weights_that_it_would_send(
+    two_ranks: Ranks, request: pytest.FixtureRequest, model: str, tmp_path: Path
+) -> None:
+    path: Path = request.getfixturevalue(model)
+    save, exported = tmp_path / "save", tmp_path / "hf"
+    config = make_config(path, checkpoint={"save": str(save)})
+    (sent, _) = two_ranks.run_well(train_rollouts, config, make_rollouts(config, 1), 0, (0,))
+    main(["--load", str(save), "--hf-checkpoint", str(path), "--save", str(exported)])
+    assert stored(exported) == sent["weights"]
+    assert stored(exported) != stored(path)
+    assert AutoModelForCausalLM.from_pretrained(exported, dtype="auto").config == (
+        AutoModelForCausalLM.from_pretrained(path, dtype="auto").config
+    )
+    assert AutoTokenizer.from_pretrained(exported).eos_token_id == 1
+
+    other = make_qwen3(tmp_path / "other", hidden_size=16)
+    with pytest.raises(ConfigError, match="is not of the model in"):
+        fsdp_to_hf(str(save), str(other), str(tmp_path / "never"))
+    assert not (tmp_path / "never").exists()
+
+
+def test_a_directory_without_checkpoint_is_refused(
+    tiny_qwen3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--hf-checkpoint", str(tiny_qwen3), "--save", str(tmp_path / "hf")]
+    for load, says in ((tmp_path / "none", "holds no checkpoint"), (tiny_qwen3, "Hugging Face")):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--load", str(load), *arguments])
+        assert says in capsys.readouterr().err

@@ -1,0 +1,191 @@
+"""tools/convert_*.py as they are run: Hugging Face -> torch_dist -> Hugging Face."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from miles.backends.training_utils.checkpoints import TRACKER
+from scripts.made_models import make_qwen3, make_qwen3_5, make_qwen3_moe
+from tools.convert_hf_to_torch_dist import main as hf_to_torch_dist
+from tools.convert_torch_dist_to_hf import main as torch_dist_to_hf
+
+ROOT = Path(__file__).parents[4]
+TIMEOUT_S = 180
+
+
+def command(tool: str, *arguments: str, num_ranks: int | None = None) -> list[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    return [sys.executable, *(torchrun if num_ranks else []), f"tools/{tool}.py", *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def run(tool: str, *arguments: str, num_ranks: int | None = None) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(tool, *arguments, num_ranks=num_ranks),
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def ran_well(tool: str, *arguments: str, num_ranks: int | None = None) -> None:
+    result = run(tool, *arguments, num_ranks=num_ranks)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    files = sorted(path.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def assert_equal_directories(one: Path, two: Path) -> None:
+    first, second = stored(one), stored(two)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype, name
+        assert torch.equal(tensor, second[name]), name
+    assert json.loads((one / "config.json").read_text()) == json.loads(
+        (two / "config.json").read_text()
+    )
+    assert (one / "tokenizer.json").read_bytes() == (two / "tokenizer.json").read_bytes()
+
+
+def test_a_tied_model_survives_the_round_trip_in_one_process(tmp_path: Path) -> None:
+    hf = make_qwen3(tmp_path / "hf")
+    there, back = str(tmp_path / "torch_dist"), str(tmp_path / "back")
+    ran_well("convert_hf_to_torch_dist", "--hf-checkpoint", str(hf), "--save", there)
+    assert (tmp_path / "torch_dist" / TRACKER).read_text().strip() in ("0", "release")
+    ran_well(
+        *("convert_torch_dist_to_hf", "--load", there, "--hf-checkpoint", str(hf)),
+        *("--save", back),
+    )
+    assert_equal_directories(hf, Path(back))
+
+
+@pytest.mark.full
+def test_experts_survive_layouts_that_differ(tmp_path: Path) -> None:
+    """Mixed dtypes too: what bf16 cannot hold stays fp32."""
+    hf = make_qwen3_moe(tmp_path / "hf", dense_layers=(1,), dtype=torch.bfloat16)
+    tensors = load_file(hf / "model.safetensors")
+    name = "model.layers.0.input_layernorm.weight"
+    tensors[name] = tensors[name].float() + 1e-6
+    save_file(tensors, hf / "model.safetensors", {"format": "pt"})
+    there, back = str(tmp_path / "torch_dist"), str(tmp_path / "back")
+    ran_well("convert_hf_to_torch_dist", "--hf-checkpoint", str(hf), "--save", there, num_ranks=2)
+    layout = ("--expert-model-parallel-size", "2", "--tensor-model-parallel-size", "2")
+    ran_well(
+        *("convert_torch_dist_to_hf", "--load", there, "--hf-checkpoint", str(hf)),
+        *("--save", back, *layout, "--expert-tensor-parallel-size", "1", "--sequence-parallel"),
+        num_ranks=2,
+    )
+    assert_equal_directories(hf, Path(back))
+
+
+@pytest.mark.full
+def test_layers_that_differ_survive_other_layouts(tmp_path: Path) -> None:
+    """Qwen3.5 in bf16, with its few fp32 parameters."""
+    hf = make_qwen3_5(tmp_path / "hf", dtype=torch.bfloat16)
+    there, back = str(tmp_path / "torch_dist"), str(tmp_path / "back")
+    ran_well("convert_hf_to_torch_dist", "--hf-checkpoint", str(hf), "--save", there, num_ranks=2)
+    ran_well(
+        *("convert_torch_dist_to_hf", "--load", there, "--hf-checkpoint", str(hf)),
+        *("--save", back, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+        num_ranks=2,
+    )
+    assert_equal_directories(hf, Path(back))
+
+
+Refusal = tuple[Callable[[list[str]], None], dict[str, str], tuple[str, ...]]
+
+REFUSED: dict[str, Refusal] = {
+    "another architecture": (
+        hf_to_torch_dist,
+        {"--num-layers": "3"},
+        ("--num-layers: 3, must be 2",),
+    ),
+    "a flag of training": (hf_to_torch_dist, {"--rm-type": "math"}, ("--rm-type", "no flag of")),
+    "an unknown flag": (hf_to_torch_dist, {"--num-layer": "2"}, ("--num-layer",)),
+    "torch_dist as Hugging Face": (
+        hf_to_torch_dist,
+        {"--hf-checkpoint": "{run}"},
+        ("has no config.json; it looks like a training checkpoint",),
+    ),
+    "a run's directory as target": (
+        hf_to_torch_dist,
+        {"--save": "{run}"},
+        ("holds checkpoints of a run (the newest is 7)",),
+    ),
+    "Hugging Face as torch_dist": (
+        torch_dist_to_hf,
+        {"--load": "{hf}"},
+        ("--load", "Hugging Face directory"),
+    ),
+    "one step of a checkpoint": (
+        torch_dist_to_hf,
+        {"--load": "{run}/iter_0000007"},
+        ("is one step; give its parent directory",),
+    ),
+    "nothing to load": (torch_dist_to_hf, {"--load": "{run}/none"}, ("--load", "none")),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_by_name(
+    case: str, tmp_path: Path, tiny_qwen3: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main, changes, says = REFUSED[case]
+    places = {"run": str(tmp_path / "run"), "hf": str(tiny_qwen3)}
+    (tmp_path / "run" / "iter_0000007").mkdir(parents=True)
+    (tmp_path / "run" / TRACKER).write_text("7")
+    flags = {"--hf-checkpoint": "{hf}", "--save": str(tmp_path / "out")}
+    if main is torch_dist_to_hf:
+        flags["--load"] = "{run}"
+    flags |= changes
+    argv = [word.format(**places) for flag in flags.items() for word in flag]
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    printed = capsys.readouterr().err
+    for text in says:
+        assert text in printed
+    assert not (tmp_path / "out" / TRACKER).exists()
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.full
+def test_a_killed_conversion_is_no_checkpoint_and_runs_again(tmp_path: Path) -> None:
+    hf = make_qwen3(tmp_path / "hf", num_layers=8, hidden_size=256, intermediate_size=1024)
+    save = tmp_path / "torch_dist"
+    arguments = ("--hf-checkpoint", str(hf), "--save", str(save))
+    process = subprocess.Popen(
+        command("convert_hf_to_torch_dist", *arguments),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + TIMEOUT_S
+    while not list(save.glob("*.tmp")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (save / TRACKER).exists()
+    ran_well("convert_hf_to_torch_dist", *arguments)
+    assert (save / TRACKER).exists()
+    assert not list(save.glob("*.tmp"))
