@@ -106,14 +106,7 @@ def test_bf16_training_follows_fp32(
         pytest.param(ONE, False, id="bf16"),
         pytest.param(ONE, True, id="fp32"),
         pytest.param(Layout(cp=2), False, id="bf16-cp2"),
-        pytest.param(
-            Layout(cp=2),
-            True,
-            id="fp32-cp2",
-            marks=pytest.mark.xfail(
-                strict=True, reason="attend_end masks a rank's queries against their keys"
-            ),
-        ),
+        pytest.param(Layout(cp=2), True, id="fp32-cp2"),
     ],
 )
 def test_a_packed_row_costs_no_memory_that_grows_with_its_square(

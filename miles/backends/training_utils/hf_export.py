@@ -4,13 +4,10 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
+from miles.backends.training_utils.safetensors_file import Described, SafetensorsFile
 from miles.contracts.types import NamedTensor
 from miles.core import distributed
 
@@ -20,21 +17,10 @@ SHARD_BYTES = 5 * 10**9
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf")
 
 
-class Stored(Protocol):
-    """What an export must know of a tensor before it comes."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def num_bytes(self) -> int: ...
-
-
 def export_hf(
     directory: str,
     source: str,
-    weights: Sequence[Stored],
+    weights: Sequence[Described],
     stream: Iterator[NamedTensor],
     *,
     shard_bytes: int = SHARD_BYTES,
@@ -60,60 +46,72 @@ def export_hf(
         if writer is not None and error is None:
             try:
                 writer.add(item)
-            except (OSError, SafetensorError) as caught:
+            except OSError as caught:
                 error = caught
     if writer is not None and error is None:
         try:
             writer.close()
             _replace(staging, final)
-        except (OSError, SafetensorError) as caught:
+        except OSError as caught:
             error = caught
     if error is not None:
+        if writer is not None:
+            writer.abandon()
         shutil.rmtree(staging, ignore_errors=True)
     distributed.raise_together(error, f"export to {directory}")
 
 
 class _ShardWriter:
-    """Groups tensors into files whose number is known beforehand, as their names need."""
+    """Groups tensors into files whose number is known beforehand, as their names need. Tensors come
+    in the order in which they were announced, and are written as they come."""
 
-    def __init__(self, folder: Path, weights: Sequence[Stored], shard_bytes: int) -> None:
+    def __init__(self, folder: Path, weights: Sequence[Described], shard_bytes: int) -> None:
         self._folder = folder
-        self._file_of: dict[str, int] = {}
-        self._total = sum(weight.num_bytes for weight in weights)
-        filled = number = 0
+        self._files: list[list[Described]] = [[]]
+        filled = 0
         for weight in weights:
             if filled and filled + weight.num_bytes > shard_bytes:
-                filled, number = 0, number + 1
+                filled = 0
+                self._files.append([])
             filled += weight.num_bytes
-            self._file_of[weight.name] = number
-        self._num_files = number + 1
-        self._current = 0
-        self._held: dict[str, Tensor] = {}
+            self._files[-1].append(weight)
+        self._file_of = {w.name: n for n, members in enumerate(self._files) for w in members}
+        self._current = -1
+        self._open: SafetensorsFile | None = None
 
     def add(self, item: NamedTensor) -> None:
-        if self._file_of[item.name] != self._current:
-            self._flush()
-            self._current = self._file_of[item.name]
-        self._held[item.name] = item.tensor.cpu()
+        number = self._file_of[item.name]
+        if number != self._current or self._open is None:
+            self._finish_file()
+            self._current = number
+            path = self._folder / self._file_name(number)
+            self._open = SafetensorsFile(path, self._files[number])
+        self._open.write(item.name, item.tensor)
 
     def close(self) -> None:
-        self._flush()
-        if self._num_files > 1:
+        self._finish_file()
+        if len(self._files) > 1:
+            total = sum(weight.num_bytes for members in self._files for weight in members)
             index = {
-                "metadata": {"total_size": self._total},
-                "weight_map": {name: self._file(n) for name, n in self._file_of.items()},
+                "metadata": {"total_size": total},
+                "weight_map": {name: self._file_name(n) for name, n in self._file_of.items()},
             }
             text = json.dumps(index, indent=1)
             (self._folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
-    def _flush(self) -> None:
-        save_file(self._held, self._folder / self._file(self._current), {"format": "pt"})
-        self._held = {}
+    def abandon(self) -> None:
+        if self._open is not None:
+            self._open.abandon()
 
-    def _file(self, number: int) -> str:
-        if self._num_files == 1:
+    def _finish_file(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def _file_name(self, number: int) -> str:
+        if len(self._files) == 1:
             return "model.safetensors"
-        return f"model-{number + 1:05d}-of-{self._num_files:05d}.safetensors"
+        return f"model-{number + 1:05d}-of-{len(self._files):05d}.safetensors"
 
 
 def _check_replaceable(final: Path) -> None:

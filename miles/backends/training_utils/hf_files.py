@@ -10,19 +10,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from miles.backends.training_utils.safetensors_file import DTYPES
 from miles.core.hf import CheckpointDirError
 
 INDEX = "model.safetensors.index.json"
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "BOOL": torch.bool,
-}
 
 
 @dataclass(frozen=True)
@@ -80,12 +71,12 @@ class HFFiles:
             for name in handle.keys():  # noqa: SIM118
                 view = handle.get_slice(name)
                 code = view.get_dtype()
-                if code not in _DTYPES:
+                if code not in DTYPES:
                     raise CheckpointDirError(
                         f"{file}: {name} is stored as {code}; convert the checkpoint to bf16 first"
                     )
                 shape = torch.Size(view.get_shape())
-                headers[name] = Header(name, file, _DTYPES[code], shape)
+                headers[name] = Header(name, file, DTYPES[code], shape)
         return headers
 
 

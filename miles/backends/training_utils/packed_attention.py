@@ -14,11 +14,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 """What the kernel that takes ``cu_seqlens`` computes in."""
 _KERNEL_MAX_HEAD_DIM = 256
+_LEAST_BLOCK = 128
+"""Queries under one mask where tokens see a window: with fewer, launches would cost the most."""
 
 
 class Documents:
@@ -122,17 +125,35 @@ def attend_rows(
 def attend_end(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, sliding_window: int | None
 ) -> Tensor:
-    """Queries that are the last tokens of their keys' rows, by a mask of queries × keys.
+    """Queries that are the last tokens of their keys' rows.
 
-    ``[B, H, Lq, D]`` and keys ``[B, H, Lk, D]`` to ``[B, Lq, H, D]``.
+    ``[B, H, Lq, D]`` and keys ``[B, H, Lk, D]`` to ``[B, Lq, H, D]``. On a GPU no mask of queries
+    times keys exists: the fused kernel knows the shape of the causal one, and with a window each
+    block of queries has a mask over the keys that it can see.
     """
-    num_queries, num_keys = query.shape[2], key.shape[2]
-    positions = torch.arange(num_keys, device=query.device)
-    back = positions[num_keys - num_queries :, None] - positions
-    mask = back >= 0 if sliding_window is None else (back >= 0) & (back < sliding_window)
     key, value = _repeated(query, key, value)
-    out = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-    return out.transpose(1, 2).contiguous()
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if sliding_window is None:
+        bias = causal_lower_right(num_queries, num_keys)
+        out = functional.scaled_dot_product_attention(query, key, value, bias, scale=scale)
+        return out.transpose(1, 2).contiguous()
+    offset, block = num_keys - num_queries, max(sliding_window, _LEAST_BLOCK)
+    parts: list[Tensor] = []
+    for start in range(0, num_queries, block):
+        stop = min(start + block, num_queries)
+        first = max(0, offset + start - sliding_window + 1)
+        seen = slice(first, offset + stop)
+        mask = _window_mask(offset + start - first, stop - start, sliding_window, query.device)
+        q, k, v = query[:, :, start:stop], key[:, :, seen], value[:, :, seen]
+        parts.append(functional.scaled_dot_product_attention(q, k, v, mask, scale=scale))
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
+
+
+def _window_mask(before: int, num_queries: int, window: int, where: torch.device) -> Tensor:
+    """bool ``[num_queries, before + num_queries]``; ``before`` keys lie before the first query."""
+    keys = torch.arange(before + num_queries, device=where)
+    back = keys[before:, None] - keys
+    return (back >= 0) & (back < window)
 
 
 def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
