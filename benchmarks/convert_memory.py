@@ -1,8 +1,8 @@
 """Peak host memory of the conversion tools: what each rank holds beyond an empty conversion.
 
-The promise is one copy of the model divided by the ranks, plus one layer. A model is made, converted
-to torch_dist and back, by one process and by several; the same with a model of a few kilobytes gives
-what Python and its libraries need.
+The promise is one copy of the model divided by the ranks, plus one layer. A model is made, and
+converted to torch_dist and back, by one process and by several; the same with a model of a few
+kilobytes gives what Python and its libraries need.
 """
 
 import filecmp
