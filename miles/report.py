@@ -17,6 +17,7 @@ LOSS = "train/loss"
 SMOOTHING_WINDOW = 10
 SUMMARY: tuple[tuple[str, str, str], ...] = (
     ("mean reward", REWARD, "{:.3f}"),
+    ("loss", LOSS, "{:+.4f}"),
     ("response tokens", "rollout/response_len/mean", "{:.1f}"),
     ("grad norm", "train/grad_norm", "{:.3f}"),
     ("policy KL", "train/ppo_kl", "{:.2e}"),
@@ -102,7 +103,8 @@ def summarize(run_dir: Path, console: RunConsole, num_ends: int = 25) -> None:
     table: list[list[str]] = []
     for label, name, form in SUMMARY:
         _, values = series(rows, name)
-        if values:
+        # The loss of training on rewards says nothing about progress.
+        if values and not (name == LOSS and table and table[0][0] == SUMMARY[0][0]):
             first, last = statistics.fmean(values[:ends]), statistics.fmean(values[-ends:])
             table.append([label, form.format(first), form.format(last)])
     if table:
