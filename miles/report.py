@@ -100,11 +100,12 @@ def summarize(run_dir: Path, console: RunConsole, num_ends: int = 25) -> None:
     """Print first against last rollouts, at most half of them each."""
     rows = [row for row in read_metrics(run_dir) if row["step"] > 0]
     ends = min(num_ends, max(1, len(rows) // 2))
+    # The loss of training on rewards says nothing about progress.
+    left_out = LOSS if series(rows, REWARD)[1] else None
     table: list[list[str]] = []
     for label, name, form in SUMMARY:
         _, values = series(rows, name)
-        # The loss of training on rewards says nothing about progress.
-        if values and not (name == LOSS and table and table[0][0] == SUMMARY[0][0]):
+        if values and name != left_out:
             first, last = statistics.fmean(values[:ends]), statistics.fmean(values[-ends:])
             table.append([label, form.format(first), form.format(last)])
     if table:

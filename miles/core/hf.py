@@ -44,7 +44,8 @@ def read_config(path: str) -> dict[str, Any]:
 def _check_model_type(folder: Path) -> None:
     """transformers can make a config of it. A checkpoint may bring its own code for that."""
     values = read_config(str(folder))
-    if "AutoConfig" in (values.get("auto_map") or {}):
+    own_code = values.get("auto_map")
+    if isinstance(own_code, dict) and "AutoConfig" in own_code:
         return
     model_type = values.get("model_type")
     if not isinstance(model_type, str):

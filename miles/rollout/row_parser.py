@@ -103,7 +103,7 @@ class RowParser:
         compared = not self.supervised and self._is_compared(metadata)
         if value is None:
             # Without a label's column, --rm-type has the problem unless the row names the reward.
-            if compared and (key is not None or "rm_type" in metadata):
+            if compared and (key is not None or metadata.get("rm_type") is not None):
                 name = "there is no label (--label-key)" if key is None else f"{key!r} is null"
                 raise _RowError(f"{name}, but the reward compares with the label; give one")
             return None

@@ -49,9 +49,9 @@ def check(config: MilesConfig) -> list[Problem]:
     base = None if name is None else name.removeprefix(BOXED_PREFIX)
     if base is not None and base not in REWARDS:
         problems.append(Problem("--rm-type", name, _rewards_there_are(name or "")))
-    gym = (config.data.prompt_data or "").startswith("reasoning_gym:")
-    if base in NEEDS_LABEL and config.data.label_key is None and not gym:
-        problems.append(Problem("--label-key", None, f"--rm-type {name} needs the label's column"))
+    missing = _missing_label_key(config)
+    if base in NEEDS_LABEL and missing is not None:
+        problems.append(Problem(missing, None, f"--rm-type {name} needs the label's column"))
     url = config.reward.rm_url
     if base == "remote_rm" and url is None:
         problems.append(Problem("--rm-url", None, "--rm-type remote_rm needs the address"))
@@ -67,7 +67,9 @@ def check(config: MilesConfig) -> list[Problem]:
 def builtin_of(metadata: Mapping[str, Any], config: MilesConfig) -> str | None:
     """The built-in reward of a row, as it names it or ``--rm-type`` does; ``None`` where there is
     none. Raises ``ValueError`` for a name that no reward has."""
-    name = metadata.get("rm_type", config.reward.rm_type)
+    name = metadata.get("rm_type")
+    if name is None:
+        name = config.reward.rm_type
     if name is None:
         return None
     if not isinstance(name, str) or name.removeprefix(BOXED_PREFIX) not in REWARDS:
@@ -83,7 +85,8 @@ def reads_label(metadata: Mapping[str, Any], config: MilesConfig) -> bool:
     """
     if config.hooks.custom_rm_path is not None:
         return False
-    name = builtin_of(metadata, config) if "rm_type" in metadata else config.reward.rm_type
+    named = metadata.get("rm_type") is not None
+    name = builtin_of(metadata, config) if named else config.reward.rm_type
     base = None if name is None else name.removeprefix(BOXED_PREFIX)
     if base != "reasoning_gym":
         return base in NEEDS_LABEL
@@ -92,6 +95,20 @@ def reads_label(metadata: Mapping[str, Any], config: MilesConfig) -> bool:
     if "source_dataset" not in metadata:
         raise ValueError("the row's metadata names no reasoning-gym family (source_dataset)")
     return True
+
+
+def _missing_label_key(config: MilesConfig) -> str | None:
+    """The flag that is to name the label's column; reasoning-gym's problems have their own."""
+
+    def has_columns(spec: str | None) -> bool:
+        return not (spec or "").startswith("reasoning_gym:")
+
+    if config.data.label_key is None and has_columns(config.data.prompt_data):
+        return "--label-key"
+    key = config.evaluation.eval_label_key or config.data.label_key
+    if key is None and any(map(has_columns, config.evaluation.eval_prompt_data[1::2])):
+        return "--eval-label-key"
+    return None
 
 
 def _rewards_there_are(name: Any) -> str:

@@ -14,6 +14,8 @@ from miles.rollout.rewards.score import make_reward, score
 from miles.rollout.rewards.table import REWARDS, boxed, check
 from tests.unit.rollout.scripted import made_config, made_prompt
 
+GYM = {"prompt_data": "reasoning_gym:chain_sum"}
+
 
 def reward_of(
     tokenizer: Any, rm_type: str, response: str, label: str | None = None, **changes: Any
@@ -188,6 +190,7 @@ def test_every_entry_of_the_table_can_be_loaded() -> None:
     [
         ({"rm_type": "maths"}, "--rm-type"),
         ({"rm_type": "boxed_math"}, "--label-key"),
+        ({"rm_type": "f1", **GYM, "eval_prompt_data": ("a", "a.jsonl")}, "--eval-label-key"),
         ({"rm_type": "remote_rm"}, "--rm-url"),
         ({"rm_type": "remote_rm", "rm_url": "localhost:8000/rm"}, "--rm-url"),
         ({"rm_type": "remote_rm", "rm_url": "ftp://host/rm"}, "--rm-url"),
