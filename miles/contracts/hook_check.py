@@ -46,8 +46,11 @@ def _unlike_a_data_source(path: str, found: Any) -> str | None:
     missing = [name for name in wanted if not callable(getattr(found, name, None))]
     if missing:
         return f"the class lacks {', '.join(missing)} of a data source"
-    if inspect.isabstract(found):
-        return f"the class leaves {', '.join(sorted(found.__abstractmethods__))} abstract"
+    abstract = [
+        n for n, m in inspect.getmembers(found) if getattr(m, "__isabstractmethod__", False)
+    ]
+    if abstract:
+        return f"the class leaves {', '.join(abstract)} abstract"
     try:
         for name, member in wanted.items():
             method = f"{path}.{name}"
