@@ -17,6 +17,7 @@ LOSS = "train/loss"
 SMOOTHING_WINDOW = 10
 SUMMARY: tuple[tuple[str, str, str], ...] = (
     ("mean reward", REWARD, "{:.3f}"),
+    ("loss", LOSS, "{:+.4f}"),
     ("response tokens", "rollout/response_len/mean", "{:.1f}"),
     ("grad norm", "train/grad_norm", "{:.3f}"),
     ("policy KL", "train/ppo_kl", "{:.2e}"),
@@ -99,10 +100,12 @@ def summarize(run_dir: Path, console: RunConsole, num_ends: int = 25) -> None:
     """Print first against last rollouts, at most half of them each."""
     rows = [row for row in read_metrics(run_dir) if row["step"] > 0]
     ends = min(num_ends, max(1, len(rows) // 2))
+    # The loss of training on rewards says nothing about progress.
+    left_out = LOSS if series(rows, REWARD)[1] else None
     table: list[list[str]] = []
     for label, name, form in SUMMARY:
         _, values = series(rows, name)
-        if values:
+        if values and name != left_out:
             first, last = statistics.fmean(values[:ends]), statistics.fmean(values[-ends:])
             table.append([label, form.format(first), form.format(last)])
     if table:

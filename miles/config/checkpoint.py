@@ -12,7 +12,10 @@ class CheckpointConfig:
 
     load: Annotated[
         str | None,
-        Doc("Directory to resume from: the parent of iter_*; empty or missing: a fresh start."),
+        Doc(
+            "Directory to resume from: the parent of iter_* with its tracker. A fresh start: one "
+            "that is missing, empty, or has neither a tracker nor iter_*."
+        ),
         Flag(shared=True),
     ] = None
     save: Annotated[str | None, Doc("Checkpoint directory."), Flag(shared=True)] = None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from miles.config.errors import Problem
 from miles.config.flags import UNSET, FlagSpec, add_arguments, flag_specs, read_namespace
 from miles.config.root import MilesConfig
+from miles.config.synonyms import SYNONYMS
 from miles.config.values import ITEM_SEPARATOR, Invalid, did_you_mean, is_tuple
 from miles.config.yaml_file import read_arguments
 
@@ -98,7 +99,11 @@ def unknown_flag(foreign: Foreign, others: Iterable[str] = ()) -> Problem:
         return Problem(foreign.name, foreign.value, remedy)
     known = [option for spec in flag_specs(MilesConfig) for option in spec.options]
     where = f" in {foreign.file}" if foreign.file is not None else ""
-    hint = did_you_mean(foreign.name, list(dict.fromkeys([*known, "--config", *others])))
+    synonym = SYNONYMS.get(foreign.name.replace("_", "-"))
+    if synonym is not None:
+        hint = f"did you mean {synonym}?"
+    else:
+        hint = did_you_mean(foreign.name, list(dict.fromkeys([*known, "--config", *others])))
     return Problem(foreign.name, foreign.value, f"unknown flag{where}; {hint or 'see --help'}")
 
 

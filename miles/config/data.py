@@ -21,7 +21,10 @@ class DataConfig:
         dict[str, Any], Doc("Arguments of the reasoning-gym family (JSON; size, seed, ...).")
     ] = field(default_factory=dict[str, Any])
     input_key: Annotated[str, Doc("Column of the prompt: text or a message list.")] = "input"
-    label_key: Annotated[str | None, Doc("Column of the label.")] = None
+    label_key: Annotated[
+        str | None,
+        Doc("Column of the label: text, or a whole number, which becomes its digits."),
+    ] = None
     metadata_key: Annotated[str, Doc("Column of the metadata object (optional in a row).")] = (
         "metadata"
     )

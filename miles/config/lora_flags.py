@@ -10,3 +10,9 @@ _NAMES = """
 
 LORA_FLAGS = frozenset(_NAMES.split())
 """Without the dashes in front."""
+
+
+def is_lora_flag(name: str) -> bool:
+    """Whether a flag asks for LoRA, under the names above or under another library's."""
+    bare = name.removeprefix("--").replace("_", "-")
+    return bare in LORA_FLAGS or not {"lora", "qlora", "peft"}.isdisjoint(bare.split("-"))

@@ -7,8 +7,8 @@ from typing import Any
 from miles.config.errors import Problem
 from miles.config.root import MilesConfig
 from miles.config.rules.problems import problem, values_of
-from miles.contracts.hooks import HOOKS, DataSource, group_reward
-from miles.core.plugins import PluginError, load_attribute, load_function
+from miles.contracts.hooks import HOOKS, DataSource, data_source, group_reward
+from miles.core.plugins import PluginError, check_parameters, load_attribute, load_function
 
 
 def check_hooks(config: MilesConfig) -> list[Problem]:
@@ -31,16 +31,33 @@ def _fault(path: str, signature: Callable[..., Any]) -> str | None:
         function = load_function(path, signature)
     except (PluginError, ImportError, SyntaxError) as error:
         return str(error)
-    if signature is HOOKS["data_source_path"] and inspect.isclass(function):
-        return _missing_methods(function)
+    return _unlike_a_data_source(path, function) if signature is data_source else None
+
+
+def _unlike_a_data_source(path: str, found: Any) -> str | None:
+    """Why what is called with ``(config, tokenizer)`` does not make a data source."""
+    if not inspect.isclass(found):
+        return f"{path!r} is no class; give one made with (config, tokenizer)"
+    wanted = {
+        name: member
+        for name, member in vars(DataSource).items()
+        if inspect.isfunction(member) and (name == "__len__" or not name.startswith("_"))
+    }
+    missing = [name for name in wanted if not callable(getattr(found, name, None))]
+    if missing:
+        return f"the class lacks {', '.join(missing)} of a data source"
+    abstract = [
+        n for n, m in inspect.getmembers(found) if getattr(m, "__isabstractmethod__", False)
+    ]
+    if abstract:
+        return f"the class leaves {', '.join(abstract)} abstract"
+    try:
+        for name, member in wanted.items():
+            method = f"{path}.{name}"
+            check_parameters(method, getattr(found, name), inspect.signature(member))
+    except PluginError as error:
+        return str(error)
     return None
-
-
-def _missing_methods(data_source: type) -> str | None:
-    wanted = [name for name, member in vars(DataSource).items() if inspect.isfunction(member)]
-    wanted = [name for name in wanted if name == "__len__" or not name.startswith("_")]
-    missing = [name for name in wanted if not callable(getattr(data_source, name, None))]
-    return f"the class lacks {', '.join(missing)} of a data source" if missing else None
 
 
 def _tool_specs(config: MilesConfig) -> list[Problem]:

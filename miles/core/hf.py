@@ -1,6 +1,8 @@
 """The only loader of Hugging Face configs and tokenizers."""
 
+import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +25,59 @@ def check_directory(path: str) -> None:
         raise CheckpointDirError(f"{path!r} has no weights (*.safetensors)")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise CheckpointDirError(f"{path!r} has no tokenizer (tokenizer.json)")
-    _check_readable(folder)
+    _check_model_type(folder)
+    _check_weights(folder)
 
 
-def _check_readable(folder: Path) -> None:
+def read_config(path: str) -> dict[str, Any]:
+    """The keys of ``config.json`` as they stand there, which needs no transformers."""
+    file = Path(path) / "config.json"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointDirError(f"{file} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointDirError(f"{file} holds no JSON object")
+    return values
+
+
+def _check_model_type(folder: Path) -> None:
+    """transformers can make a config of it. A checkpoint may bring its own code for that."""
+    values = read_config(str(folder))
+    own_code = values.get("auto_map")
+    if isinstance(own_code, dict) and "AutoConfig" in own_code:
+        return
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str):
+        raise CheckpointDirError(f"{folder / 'config.json'} names no model_type")
+    if model_type not in _listed_model_types() and not _is_known_to_transformers(model_type):
+        raise CheckpointDirError(
+            f"{folder / 'config.json'} is of the model_type {model_type!r}, which the installed "
+            "transformers does not know; correct it, or install a version that does"
+        )
+
+
+def _listed_model_types() -> frozenset[str]:
+    """Most names of transformers' table, read as text: its import takes seconds and torch's too.
+
+    Empty where the table lies elsewhere; what is not listed is left to transformers itself.
+    """
+    spec = importlib.util.find_spec("transformers")
+    folders = (spec.submodule_search_locations if spec is not None else None) or []
+    tables = [Path(folder) / "models" / "auto" / "auto_mappings.py" for folder in folders]
+    texts = [table.read_text(encoding="utf-8") for table in tables if table.is_file()]
+    return frozenset(re.findall(r'\("([\w.-]+)", "\w+Config"\)', "\n".join(texts)))
+
+
+def _is_known_to_transformers(model_type: str) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING
+
+
+def _check_weights(folder: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
-    config = folder / "config.json"
-    try:
-        json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointDirError(f"{config} is not JSON: {error}") from error
     for file in sorted(folder.glob("*.safetensors")):
         try:
             # Reads the header, and that the file is as long as it says.
@@ -69,6 +113,15 @@ def load_tokenizer(path: str, chat_template_path: str | None = None) -> Any:
     if chat_template_path is not None:
         tokenizer.chat_template = Path(chat_template_path).read_text(encoding="utf-8")
     return tokenizer
+
+
+def stated_context_length(path: str) -> int | None:
+    """``context_length`` as far as ``config.json`` itself states it."""
+    values = read_config(path)
+    text = values.get("text_config")
+    values = text if isinstance(text, dict) else values
+    length = values.get("max_position_embeddings", values.get("n_positions"))
+    return length if isinstance(length, int) else None
 
 
 def context_length(config: Any) -> int | None:

@@ -36,7 +36,7 @@ def load_function(path: str, expected: Callable[..., Any]) -> Callable[..., Any]
     if not callable(function):
         raise PluginError(f"{path!r} is not callable")
     wanted = inspect.signature(expected)
-    _check_parameters(path, function, wanted)
+    check_parameters(path, function, wanted)
     target = function.__init__ if inspect.isclass(function) else function
     if inspect.iscoroutinefunction(expected) and not inspect.iscoroutinefunction(
         target if inspect.isfunction(target) or inspect.ismethod(target) else function.__call__
@@ -45,7 +45,8 @@ def load_function(path: str, expected: Callable[..., Any]) -> Callable[..., Any]
     return function
 
 
-def _check_parameters(path: str, function: Callable[..., Any], wanted: inspect.Signature) -> None:
+def check_parameters(path: str, function: Callable[..., Any], wanted: inspect.Signature) -> None:
+    """Raise ``PluginError`` unless ``function`` can be called with the parameters of ``wanted``."""
     try:
         given = inspect.signature(function)
     except (TypeError, ValueError) as error:

@@ -3,12 +3,14 @@
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
+from typing import Any
 
 import ray
 
 from miles.core import logging
-from miles.ray.errors import JobError
+from miles.ray.errors import JobError, describe
 
 WORKING_DIR = "MILES_WORKING_DIR"
 """Environment variable of the workers: where the driver is."""
@@ -28,12 +30,13 @@ def start() -> None:
     root = str(Path(__file__).resolve().parents[2])
     existing = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     python_path = os.pathsep.join(dict.fromkeys([root, os.getcwd(), *existing]))
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):
+        # Ray colours the name in front of a worker's line, also in a file.
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     require_reachable(os.environ.get("RAY_ADDRESS", ""))
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    ray.init(
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        runtime_env={
+    _connect(
+        {
             "env_vars": {
                 "PYTHONPATH": python_path,
                 WORKING_DIR: os.getcwd(),
@@ -41,10 +44,28 @@ def start() -> None:
                 "TQDM_DISABLE": "1",
             },
             "worker_process_setup_hook": f"{__name__}.{enter_working_dir.__name__}",
-        },
+        }
     )
     # Ray's own handler ends the process before anything is taken down.
     signal.signal(signal.SIGTERM, on_sigterm)
+
+
+def _connect(runtime_env: dict[str, Any]) -> None:
+    try:
+        ray.init(include_dashboard=False, logging_level=logging.ERROR, runtime_env=runtime_env)
+    except Exception as error:  # what Ray raises when a node does not start is often bare Exception
+        address = os.environ.get("RAY_ADDRESS")
+        if address:
+            what = f"joining the Ray cluster of RAY_ADDRESS={address} failed"
+            remedy = "see `ray status` there, or unset RAY_ADDRESS to run on this machine alone"
+        else:
+            what = "Ray did not start on this machine"
+            remedy = (
+                "try again when the machine is less busy, end what earlier runs left (`ray stop`), "
+                "or start a cluster (`ray start --head`) and set RAY_ADDRESS; Ray's logs are in "
+                "session_latest/logs of /tmp/ray (or RAY_TMPDIR)"
+            )
+        raise JobError(f"{what} ({describe(error)}): {remedy}") from error
 
 
 def require_reachable(address: str) -> None:

@@ -1,6 +1,7 @@
 """Failures of actors, told so that a user can act: which actor, which rollout, and the cause."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -10,13 +11,19 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 DEATH_NOTICE_S = 3.0
 """The other ranks of a collective notice a process's death before Ray reports it."""
 
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+
 
 class JobError(RuntimeError):
     """A part of the job failed. The message is what the terminal shows."""
 
 
 def describe(error: BaseException) -> str:
-    """The cause of a Ray error in one or a few lines."""
+    """The cause of a Ray error in one or a few lines, without the colours that Ray puts in."""
+    return _COLOR.sub("", _cause(error))
+
+
+def _cause(error: BaseException) -> str:
     if isinstance(error, RayTaskError):
         cause = error.cause
         return f"{type(cause).__name__}: {cause}"

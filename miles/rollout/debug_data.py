@@ -32,6 +32,13 @@ def check(config: MilesConfig) -> list[Problem]:
     return problems
 
 
+def check_record(template: str, rollout_id: int) -> list[Problem]:
+    """What is wrong with the file of a rollout, as far as its first bytes show."""
+    path = path_of(template, rollout_id)
+    fault = _fault_of_file(path)
+    return [] if fault is None else [_unusable(path, fault)]
+
+
 def save_groups(template: str, rollout_id: int, groups: Sequence[Group]) -> Path:
     """Write the rollout's file, complete or not at all; return its path."""
     path = path_of(template, rollout_id)
@@ -46,23 +53,30 @@ def save_groups(template: str, rollout_id: int, groups: Sequence[Group]) -> Path
 def load_groups(template: str, rollout_id: int) -> list[Group]:
     """Read a recorded rollout. Raises ``ConfigError`` when the file is missing or is not one."""
     path = path_of(template, rollout_id)
-    if not path.is_file():
-        raise _unusable(path, "there is no such file; record this rollout first")
+    fault = _fault_of_file(path)
+    if fault is not None:
+        raise ConfigError([_unusable(path, fault)])
     try:
         content: Any = msgspec.msgpack.decode(path.read_bytes())
-    except msgspec.DecodeError as error:
-        raise _unusable(path, f"not a recorded rollout ({error})") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise _unusable(path, f"not a recorded rollout of the format {FORMAT!r}")
-    try:
         return groups_from_plain(content["groups"])
-    except (msgspec.ValidationError, KeyError, TypeError) as error:
-        raise _unusable(path, f"a damaged record ({error})") from error
+    except (msgspec.DecodeError, msgspec.ValidationError, KeyError, TypeError) as error:
+        raise ConfigError([_unusable(path, f"a damaged record ({error})")]) from error
 
 
 def path_of(template: str, rollout_id: int) -> Path:
     return Path(template.replace("{rollout_id}", str(rollout_id)))
 
 
-def _unusable(path: Path, remedy: str) -> ConfigError:
-    return ConfigError([Problem("--load-debug-rollout-data", str(path), remedy)])
+def _fault_of_file(path: Path) -> str | None:
+    """Why the file is no recorded rollout: it is missing, or does not begin with the format."""
+    if not path.is_file():
+        return "there is no such file; record this rollout first"
+    start = msgspec.msgpack.encode({"format": FORMAT})[1:]
+    with path.open("rb") as file:
+        # The byte in front is the number of keys.
+        head = file.read(1 + len(start))
+    return None if head[1:] == start else f"not a recorded rollout of the format {FORMAT!r}"
+
+
+def _unusable(path: Path, remedy: str) -> Problem:
+    return Problem("--load-debug-rollout-data", str(path), remedy)

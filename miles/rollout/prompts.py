@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import xxhash
@@ -13,6 +14,7 @@ from miles.contracts.hooks import DataSource, load_hook
 from miles.contracts.types import Prompt
 from miles.core import logging, plugins
 from miles.rollout.chat_template import ChatTemplate
+from miles.rollout.rewards.table import reads_label
 from miles.rollout.row_parser import RowParser
 from miles.rollout.rows import (
     BadRow,
@@ -187,6 +189,7 @@ def _row_parser(config: MilesConfig, keys: RowKeys) -> RowParser:
         template=None,
         apply_chat_template=config.data.apply_chat_template,
         supervised=config.algorithm.loss_type == "sft_loss",
+        reads_label=partial(reads_label, config=config),
         tools=None,
     )
 

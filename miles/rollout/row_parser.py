@@ -1,7 +1,7 @@
 """One row of prompt data to one ``Prompt``: types, chat template, label, metadata, tools."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,9 @@ class RowParser:
     apply_chat_template: bool
     supervised: bool
     """The row itself holds what is trained: assistant turns, or a label."""
+    reads_label: Callable[[Mapping[str, Any]], bool]
+    """Whether the reward compares the label of a row with this metadata as text. Raises
+    ``ValueError`` for a row that no reward can score."""
     tools: tuple[dict[str, Any], ...] | None
     """Of rows that have none."""
 
@@ -39,7 +42,8 @@ class RowParser:
             return BadRow(row.where, str(error))
 
     def _parse(self, values: Mapping[str, Any]) -> Prompt:
-        label = self._label(values)
+        metadata = _metadata(values.get(self.keys.metadata), self.keys.metadata)
+        label = self._label(values, metadata)
         tools = _tools(values.get(self.keys.tools), self.keys.tools) or self.tools
         text, messages = self._input(values)
         if messages is not None and self.template is not None:
@@ -58,7 +62,7 @@ class RowParser:
             messages=messages,
             tools=tools,
             label=label,
-            metadata=_metadata(values.get(self.keys.metadata), self.keys.metadata),
+            metadata=metadata,
         )
 
     def _input(self, values: Mapping[str, Any]) -> tuple[str, tuple[Message, ...] | None]:
@@ -91,14 +95,48 @@ class RowParser:
             prompt = messages[: roles.index("assistant")] if "assistant" in roles else messages
         return template.render(prompt, tools, generation_prompt=True)
 
-    def _label(self, values: Mapping[str, Any]) -> str | None:
+    def _label(self, values: Mapping[str, Any], metadata: Mapping[str, Any]) -> str | None:
         key = self.keys.label
-        if key is None:
-            return None
-        if key not in values:
+        if key is not None and key not in values:
             raise _RowError(f"no key {key!r} (--label-key); it has {', '.join(sorted(values))}")
-        value = _plain(values[key], key)
-        return value if value is None or isinstance(value, str) else json.dumps(value)
+        value = None if key is None else values[key]
+        compared = not self.supervised and self._is_compared(metadata)
+        if value is None:
+            # Without a label's column, --rm-type has the problem unless the row names the reward.
+            if compared and (key is not None or metadata.get("rm_type") is not None):
+                name = "there is no label (--label-key)" if key is None else f"{key!r} is null"
+                raise _RowError(f"{name}, but the reward compares with the label; give one")
+            return None
+        if isinstance(value, str):
+            return value
+        if compared or self.supervised:
+            return _label_text(value, str(key))
+        return _json_text(value, str(key))
+
+    def _is_compared(self, metadata: Mapping[str, Any]) -> bool:
+        try:
+            return self.reads_label(metadata)
+        except ValueError as error:
+            raise _RowError(str(error)) from error
+
+
+def _label_text(value: Any, key: str) -> str:
+    """The digits of a whole number. Any other value has several texts, of which an answer would
+    have to hit the right one: 1.5, 1.50 and 15e-1 are one number."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    raise _RowError(
+        f"{key!r} is {type(value).__name__}, but the label is compared or trained as text; write "
+        "it as text (whole numbers may stay numbers)"
+    )
+
+
+def _json_text(value: Any, key: str) -> str:
+    plain = _plain(value, key)
+    try:
+        return json.dumps(plain, allow_nan=False)
+    except ValueError as error:
+        raise _RowError(f"{key!r} cannot be written as JSON ({error})") from error
 
 
 def _message(value: Any, key: str) -> Message:

@@ -14,6 +14,7 @@ import msgspec
 
 from miles.config.data import DataConfig
 from miles.config.errors import ConfigError, Problem
+from miles.config.values import did_you_mean
 from miles.core import logging
 
 log = logging.get(__name__)
@@ -89,7 +90,10 @@ def check_spec(flag: str, spec: str) -> list[Problem]:
         from reasoning_gym.factory import DATASETS
 
         if parsed.family not in DATASETS:
-            remedy = f"reasoning-gym has no such family; it has {', '.join(sorted(DATASETS))}"
+            hint = did_you_mean(parsed.family, sorted(DATASETS))
+            remedy = (
+                f"reasoning-gym has no such family; {hint} It has {', '.join(sorted(DATASETS))}"
+            )
             return [Problem(flag, spec, remedy)]
         return []
     path = Path(parsed.path)

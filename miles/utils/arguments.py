@@ -12,10 +12,10 @@ from dataclasses import replace
 from miles.backends.fsdp_utils import arguments as fsdp_arguments
 from miles.backends.megatron_utils import arguments as megatron_arguments
 from miles.backends.megatron_utils.namespace import add_miles_arguments
-from miles.backends.training_utils.checkpoints import check_load, holds_steps
+from miles.backends.training_utils.checkpoints import check_load, first_rollout_id, holds_steps
 from miles.config import rules
 from miles.config.command_line import CommandLine, Foreign, read_command_line, unknown_flag
-from miles.config.derived import needs_reference
+from miles.config.derived import needs_engines, needs_reference
 from miles.config.errors import ConfigError, Problem
 from miles.config.flags import flag_specs
 from miles.config.reference import configuration_page
@@ -23,7 +23,7 @@ from miles.config.root import MilesConfig
 from miles.config.rules.problems import problem
 from miles.contracts.hook_check import check_hooks
 from miles.core import hf, logging, places
-from miles.rollout import debug_data, multi_turn, prompts
+from miles.rollout import context, debug_data, multi_turn, prompts
 from miles.rollout.rewards import table as rewards
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -107,10 +107,17 @@ def _of_the_other_backend(config: MilesConfig, given: frozenset[str], other: str
 
 
 def _check_engine(config: MilesConfig) -> list[Problem]:
-    if config.rollout.rollout_engine != "sglang":
+    """The engine of this version is the embedded one."""
+    if config.rollout.rollout_engine == "sglang":
+        remedy = "this version has no SGLang engine yet; use --rollout-engine embedded"
+        return [problem(config, "rollout_engine", remedy=remedy)]
+    if config.cluster.rollout_num_gpus_per_engine <= 1 or not needs_engines(config):
         return []
-    remedy = "this version has no SGLang engine yet; use --rollout-engine embedded"
-    return [problem(config, "rollout_engine", remedy=remedy)]
+    remedy = (
+        "the embedded engine is not split over several GPUs; leave it out, and --rollout-num-gpus "
+        "says how many engines there are (with --colocate: one for each trainer rank)"
+    )
+    return [problem(config, "rollout_num_gpus_per_engine", remedy=remedy)]
 
 
 def _without_consequences(problems: Sequence[Problem], line: CommandLine) -> list[Problem]:
@@ -164,6 +171,20 @@ def check_checkpoint(config: MilesConfig) -> list[Problem]:
     return check_load(config.checkpoint.load)
 
 
+def check_recorded_rollouts(config: MilesConfig) -> list[Problem]:
+    """The first rollout of --load-debug-rollout-data is there."""
+    problems = debug_data.check(config)
+    template = config.observability.load_debug_rollout_data
+    if template is None or problems:
+        return problems
+    first = config.data.start_rollout_id
+    try:
+        first = first_rollout_id(config.checkpoint.load) if first is None else first
+    except ConfigError:
+        return []  # ``check_checkpoint`` has it.
+    return debug_data.check_record(template, first)
+
+
 def check_places(config: MilesConfig) -> list[Problem]:
     """What is to be written can be."""
     directories = {
@@ -193,10 +214,11 @@ def check_chat_template(config: MilesConfig) -> list[Problem]:
 
 OUTSIDE_CHECKS: tuple[Callable[[MilesConfig], list[Problem]], ...] = (
     check_models,
+    context.check,
     prompts.check,
     rewards.check,
     multi_turn.check,
-    debug_data.check,
+    check_recorded_rollouts,
     check_checkpoint,
     check_places,
     check_chat_template,

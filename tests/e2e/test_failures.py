@@ -95,6 +95,26 @@ def test_a_killed_engine_is_replaced_and_no_rollout_is_lost(
     assert not engines_of(own_model)
 
 
+def test_ray_that_does_not_start_is_told_with_the_remedy(
+    environment: dict[str, str], base_flags: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its sockets lie in this folder, whose path is longer than that of a socket may be."""
+    alone = {k: v for k, v in environment.items() if k != "RAY_ADDRESS"}
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *to_argv({**base_flags, "run-dir": tmp_path})],
+        cwd=ROOT,
+        env={**alone, "RAY_TMPDIR": str(tmp_path / ("x" * 120))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "error: Ray did not start on this machine" in result.stderr
+    assert "RAY_TMPDIR" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 @pytest.mark.full
 def test_an_engine_that_dies_while_the_trainer_works_is_replaced(
     run_train: Runner, base_flags: dict[str, Any], own_model: Path, tmp_path: Path

@@ -29,6 +29,8 @@ def flags(
     return {
         **with_backend(base_flags, request.param),
         "num-rollout": 4,
+        # As many as there are trainer ranks, and so as with --colocate.
+        "rollout-num-gpus": 2,
         "eval-interval": 3,
         "eval-prompt-data": ["digits", f"{reverse_data / 'eval.jsonl'}@[:4]"],
     }
@@ -57,7 +59,14 @@ def reference_run(
         cwd=folder,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+    (folder / "output.txt").write_text(result.stdout + result.stderr, encoding="utf-8")
     return folder
+
+
+def test_output_that_goes_to_a_file_has_no_escape_sequences(reference_run: Path) -> None:
+    output = (reference_run / "output.txt").read_text(encoding="utf-8")
+    assert "pid=" in output, "workers speak too"
+    assert "\x1b" not in output
 
 
 def test_every_rollout_is_recorded_and_weights_advance(reference_run: Path) -> None:
@@ -96,7 +105,6 @@ def test_a_colocated_run_equals_the_disaggregated_one(
         {
             **{k: v for k, v in flags.items() if k not in omitted},
             "colocate": True,
-            "rollout-num-gpus-per-engine": 2,
             "run-dir": tmp_path,
         }
     )
@@ -156,7 +164,6 @@ def test_a_colocated_megatron_run_generates_trains_and_syncs(
             **with_backend(flags, "megatron"),
             "num-rollout": 2,
             "colocate": True,
-            "rollout-num-gpus-per-engine": 2,
             "run-dir": tmp_path,
         }
     )

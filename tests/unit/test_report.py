@@ -28,6 +28,34 @@ def test_the_table_says_over_how_many_rollouts_it_takes_means(
     assert "0.600" in shown
 
 
+def test_a_supervised_run_is_summed_up_by_its_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracker = Tracker(tmp_path)
+    for step, loss in enumerate([4.0, 3.0, 1.5, 0.5], 1):
+        tracker.log(step, {"train/loss": loss})
+    tracker.close()
+    summarize(tmp_path, RunConsole(4))
+    shown = capsys.readouterr().out
+    assert "loss" in shown
+    assert "+3.5000" in shown
+    assert "+1.0000" in shown
+    assert "reward" not in shown
+
+
+def test_a_run_on_rewards_is_not_summed_up_by_its_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracker = Tracker(tmp_path)
+    for step in (1, 2):
+        tracker.log(step, {"rollout/raw_reward": 0.5, "train/loss": 0.01})
+    tracker.close()
+    summarize(tmp_path, RunConsole(2))
+    shown = capsys.readouterr().out
+    assert "mean reward" in shown
+    assert "loss" not in shown
+
+
 def test_a_run_without_rewards_has_no_picture(tmp_path: Path) -> None:
     record(tmp_path, [])
     assert draw_reward(tmp_path) is None

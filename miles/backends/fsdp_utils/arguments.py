@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from miles.config.command_line import Foreign
 from miles.config.errors import Problem
-from miles.config.lora_flags import LORA_FLAGS
+from miles.config.lora_flags import is_lora_flag
 from miles.config.megatron_flags import MEGATRON_FLAGS
 from miles.config.root import MilesConfig
 from miles.config.rules.problems import problem
@@ -84,6 +84,7 @@ _REMEDIES: Mapping[str, str] = {
         _CPU_OPTIMIZER,
     ),
     "bf16": "leave it out: bf16 is the default (--fp16 and --fp32 are the others)",
+    "batch-size": "use --rollout-batch-size (prompts) or --global-batch-size (samples of a step)",
     "persistent-save-interval": "use --save-interval instead",
 }
 
@@ -97,7 +98,7 @@ def refuse(foreign: Foreign) -> Problem | None:
     """The problem of a flag that belongs to the other backend; ``None`` for any other flag."""
     name = foreign.name.removeprefix("--")
     where = f" (in {foreign.file})" if foreign.file is not None else ""
-    if name in LORA_FLAGS:
+    if is_lora_flag(name):
         remedy = "LoRA is not supported by the fsdp backend, which trains all weights; leave it out"
         return Problem(foreign.name, foreign.value, remedy + where)
     if name not in MEGATRON_FLAGS:

@@ -22,7 +22,7 @@ from miles.backends.megatron_utils import (
 )
 from miles.config.command_line import Foreign, unknown_flag
 from miles.config.errors import ConfigError, Problem
-from miles.config.lora_flags import LORA_FLAGS
+from miles.config.lora_flags import is_lora_flag
 from miles.config.megatron_flags import MEGATRON_FLAGS
 from miles.config.root import MilesConfig
 from miles.config.rules.problems import problem
@@ -204,7 +204,7 @@ def _misplaced(foreign: Sequence[Foreign], known: Mapping[str, str | None]) -> l
     hints = [option for option, reason in known.items() if reason is None]
     problems: list[Problem] = []
     for flag in foreign:
-        if flag.name.removeprefix("--") in LORA_FLAGS:
+        if is_lora_flag(flag.name):
             remedy = "LoRA is not supported in this version, which trains all weights; leave it out"
             problems.append(Problem(flag.name, flag.value, remedy))
         elif flag.name not in known:

@@ -155,6 +155,14 @@ def check_load(load: str | None) -> list[Problem]:
     return []
 
 
+def first_rollout_id(load: str | None) -> int:
+    """The rollout that a run goes on with. Raises ``ConfigError`` as ``resolve_load`` does."""
+    step = resolve_load(load, announce=False)
+    if step is None or is_weights_only(step):
+        return 0
+    return int(read_metadata(step)["iteration"])
+
+
 def holds_steps(directory: str) -> bool:
     """Whether ``directory`` looks like the place or a step of training checkpoints."""
     folder = Path(directory)

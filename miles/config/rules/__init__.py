@@ -4,6 +4,7 @@ from miles.config.errors import Problem
 from miles.config.root import MilesConfig
 from miles.config.rules.applies import APPLIES_CHECKS
 from miles.config.rules.conflicts import CONFLICT_CHECKS
+from miles.config.rules.lengths import LENGTH_CHECKS
 from miles.config.rules.problems import Check, Given
 from miles.config.rules.ranges import RANGE_CHECKS
 from miles.config.rules.required import REQUIRED_CHECKS
@@ -11,7 +12,13 @@ from miles.config.rules.resolve import RESOLVE, resolve
 
 __all__ = ["CHECK", "RESOLVE", "check", "resolve"]
 
-CHECK: tuple[Check, ...] = (*REQUIRED_CHECKS, *RANGE_CHECKS, *APPLIES_CHECKS, *CONFLICT_CHECKS)
+CHECK: tuple[Check, ...] = (
+    *REQUIRED_CHECKS,
+    *RANGE_CHECKS,
+    *APPLIES_CHECKS,
+    *LENGTH_CHECKS,
+    *CONFLICT_CHECKS,
+)
 
 
 def check(config: MilesConfig, given: Given = frozenset()) -> list[Problem]:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from miles.config.errors import Problem
+from miles.config.flags import flag_specs
 from miles.config.root import MilesConfig
 from miles.config.rules.problems import Check, Given, problem, values_of
 
@@ -19,6 +20,7 @@ class Range:
     below: float = math.inf
     """Exclusive."""
     off: float | None = None
+    off_means: str = "off"
     why: str = ""
 
     def holds(self, value: float) -> bool:
@@ -37,7 +39,7 @@ class Range:
             if math.isfinite(bound)
         ]
         text = "must be " + " and ".join(bounds)
-        text += f", or {self.off:g} for off" if self.off is not None else ""
+        text += f", or {self.off:g} for {self.off_means}" if self.off is not None else ""
         return f"{text}: {self.why}" if self.why else text
 
 
@@ -101,7 +103,9 @@ RANGES: dict[str, Range] = {
     "tis_clip": POSITIVE,
     "tis_clip_low": NOT_NEGATIVE,
     "opsm_delta": NOT_NEGATIVE,
-    "log_probs_chunk_size": COUNT_OR_OFF,
+    "log_probs_chunk_size": Range(
+        least=1, off=-1, off_means="a size chosen by the vocabulary, as without the flag"
+    ),
     "seed": SEED,
     "lr": NOT_NEGATIVE,
     "min_lr": NOT_NEGATIVE,
@@ -135,7 +139,7 @@ def numbers_are_in_range(config: MilesConfig, given: Given) -> list[Problem]:
     """Every number is in its range."""
     values = values_of(config)
     return [
-        problem(config, dest, remedy=allowed.remedy())
+        problem(config, dest, remedy=allowed.remedy() + _alternative(dest))
         for dest, allowed in RANGES.items()
         if values[dest] is not None
         and not allowed.holds(values[dest])
@@ -178,6 +182,23 @@ def log_level_is_known(config: MilesConfig, given: Given) -> list[Problem]:
     if config.rollout.sglang_log_level.lower() in levels:
         return []
     return [problem(config, "sglang_log_level", remedy=f"choose from {', '.join(levels)}")]
+
+
+def _alternative(dest: str) -> str:
+    """A flag that has no default can be left out, where no run needs it."""
+    return "; or leave it out" if dest in _OPTIONAL else ""
+
+
+_NEEDED = frozenset(
+    (
+        "num_rollout",
+        "num_epoch",
+        "rollout_batch_size",
+        "rollout_num_gpus",
+        "rollout_max_response_len",
+    )
+)
+_OPTIONAL = frozenset(s.dest for s in flag_specs(MilesConfig) if s.default is None) - _NEEDED
 
 
 def _is_derived(dest: str) -> bool:

@@ -17,6 +17,7 @@ from miles.contracts.types import Group, Prompt
 from miles.core import hf, logging
 from miles.rollout import batch, debug_data, supervised
 from miles.rollout.collect import Collector
+from miles.rollout.context import with_context_length
 from miles.rollout.engine_set import EngineAddresses
 from miles.rollout.evaluate import evaluate
 from miles.rollout.pool import EnginePool
@@ -185,17 +186,6 @@ def readable(groups: list[Group], limit: int = 4) -> list[dict[str, Any]]:
         for group in groups[:limit]
         if group
     ]
-
-
-def with_context_length(config: MilesConfig) -> MilesConfig:
-    """Bound prompt and response by what the engines serve, where no flag does."""
-    rollout = config.rollout
-    if rollout.rollout_max_context_len is not None:
-        return config
-    length = rollout.sglang_context_length
-    if length is None:
-        length = hf.context_length(hf.load_config(str(rollout.hf_checkpoint)))
-    return replace(config, rollout=replace(rollout, rollout_max_context_len=length))
 
 
 def with_num_rollout(config: MilesConfig, num_prompts: int | None) -> MilesConfig:

@@ -11,7 +11,7 @@ from miles.config.root import MilesConfig
 from miles.contracts.hooks import group_reward, load_hook
 from miles.contracts.types import Group, Sample, Status
 from miles.core import logging, plugins
-from miles.rollout.rewards.table import BOXED_PREFIX, REWARDS, boxed
+from miles.rollout.rewards.table import BOXED_PREFIX, REWARDS, boxed, builtin_of
 from miles.rollout.user_call import call_bounded
 
 log = logging.get(__name__)
@@ -35,13 +35,7 @@ class Reward:
         if self.custom is not None:
             timeout_s = self.config.reward.rm_timeout_s
             return await call_bounded(self.custom, sample, self.config, timeout_s=timeout_s)
-        name = sample.prompt.metadata.get("rm_type", self.config.reward.rm_type)
-        if not isinstance(name, str) or name.removeprefix(BOXED_PREFIX) not in REWARDS:
-            remedy = (
-                f"no such reward for prompt {sample.group_id}; give --custom-rm-path, or here or "
-                f"in the row's metadata.rm_type one of {', '.join(sorted(REWARDS))}"
-            )
-            raise ConfigError([Problem("--rm-type", name, remedy)])
+        name = self._builtin_of(sample)
         answer = self._answer(sample)
         if name.startswith(BOXED_PREFIX):
             inner = boxed(answer)
@@ -55,6 +49,20 @@ class Reward:
         assert self.custom is not None, "--group-rm is refused without --custom-rm-path"
         timeout_s = self.config.reward.rm_timeout_s
         return await call_bounded(self.custom, group, self.config, timeout_s=timeout_s)
+
+    def _builtin_of(self, sample: Sample) -> str:
+        fault = "no reward is named"
+        try:
+            name = builtin_of(sample.prompt.metadata, self.config)
+        except ValueError as error:
+            name, fault = None, str(error)
+        if name is None:
+            remedy = (
+                f"prompt {sample.group_id}: {fault}; give --custom-rm-path, --rm-type or the row's "
+                "metadata.rm_type"
+            )
+            raise ConfigError([Problem("--rm-type", self.config.reward.rm_type, remedy)])
+        return name
 
     def _answer(self, sample: Sample) -> str:
         answer = sample.response.rstrip()

@@ -9,7 +9,7 @@ import pytest
 
 from miles.config.flags import flag_specs
 from miles.config.root import MilesConfig
-from miles.config.rules import CHECK, check, ranges, required
+from miles.config.rules import CHECK, check, lengths, ranges, required
 from miles.config.rules import conflicts as conflict
 from miles.config.rules.applies import (
     APPLIES,
@@ -97,7 +97,7 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
         (),
     ),
     (
-        conflict.samples_fit_the_token_budget,
+        lengths.samples_fit_the_token_budget,
         "--max-tokens-per-gpu, --rollout-max-context-len",
         (
             *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096"),
@@ -106,7 +106,7 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
         (),
     ),
     (
-        conflict.samples_fit_the_token_budget,
+        lengths.samples_fit_the_token_budget,
         "--max-tokens-per-gpu, --rollout-max-response-len, --rollout-max-prompt-len",
         (
             *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096"),
@@ -115,21 +115,39 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
         (),
     ),
     (
-        conflict.samples_fit_the_token_budget,
+        lengths.samples_fit_the_token_budget,
         "--max-tokens-per-gpu, --rollout-max-response-len",
         ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "8"),
         (),
     ),
     (
-        conflict.lengths_fit_the_context,
+        lengths.lengths_fit_the_context,
         "--rollout-max-prompt-len, --rollout-max-context-len",
         ("--rollout-max-prompt-len", "10", "--rollout-max-context-len", "10"),
         (),
     ),
     (
-        conflict.lengths_fit_the_context,
+        lengths.lengths_fit_the_context,
         "--rollout-max-context-len, --sglang-context-length",
         ("--sglang-context-length", "9", "--rollout-max-context-len", "10"),
+        (),
+    ),
+    (
+        lengths.responses_fit_the_context,
+        "--rollout-max-response-len, --rollout-max-context-len",
+        ("--rollout-max-context-len", "7"),
+        (),
+    ),
+    (
+        lengths.responses_fit_the_context,
+        "--eval-max-response-len, --rollout-max-context-len",
+        (*EVAL, "--eval-max-response-len", "21", "--rollout-max-context-len", "20"),
+        (),
+    ),
+    (
+        lengths.responses_fit_the_context,
+        "--rollout-max-prompt-len, --rollout-max-response-len, --rollout-max-context-len",
+        ("--rollout-max-prompt-len", "13", "--rollout-max-context-len", "20"),
         (),
     ),
     (
@@ -318,6 +336,8 @@ def test_every_rule_has_a_case() -> None:
         ("--save", "runs/a", "--load", "runs/a", "--save-hf", "runs/a/hf"),
         ("--deterministic-rollout", "--fp32"),
         ("--start-rollout-id", "1"),
+        ("--rollout-max-prompt-len", "12", "--rollout-max-context-len", "20"),
+        ("--rollout-max-context-len", "9"),
         ("--distributed-timeout-minutes", "1", "--actor-num-gpus-per-node", "1"),
         ("--global-batch-size", "3"),
         (*EVAL, "--eval-temperature", "0", "--log-passrate", "--n-samples-per-eval-prompt", "4"),
@@ -425,6 +445,25 @@ def test_greedy_sampling_is_refused_with_the_reason(resolved: Resolved) -> None:
         (problem,) = check(*resolved("--rollout-temperature", value))
         assert problem.flag == "--rollout-temperature"
         assert "log-probs of greedy decoding (0) are undefined" in problem.remedy
+
+
+def test_a_number_out_of_range_says_what_is_allowed_instead(resolved: Resolved) -> None:
+    says = {
+        ("--log-probs-chunk-size", "0"): "must be >= 1, or -1 for a size chosen by the vocabulary",
+        ("--rollout-top-k", "0"): "must be >= 1, or -1 for off",
+        ("--rollout-max-context-len", "0"): "must be >= 2: a prompt token and a response token; or "
+        "leave it out",
+        ("--debug-exit-after-rollout", "0"): "must be >= 1; or leave it out",
+        ("--micro-batch-size", "0"): "must be >= 1",
+    }
+    for argv, remedy in says.items():
+        problem = next(p for p in check(*resolved(*argv)) if p.flag == argv[0])
+        assert problem.remedy.startswith(remedy)
+
+
+def test_a_flag_that_every_run_needs_is_not_to_be_left_out(resolved: Resolved) -> None:
+    (problem,) = check(*resolved("--num-rollout", "0"))
+    assert problem.remedy == "must be >= 1"
 
 
 def test_a_derived_value_is_not_blamed(resolved: Resolved) -> None:

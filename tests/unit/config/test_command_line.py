@@ -4,8 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from miles.config.command_line import CommandLine, read_command_line, unknown_flag
+from miles.config.command_line import CommandLine, Foreign, read_command_line, unknown_flag
 from miles.config.errors import ConfigError
+from miles.config.flags import flag_specs
+from miles.config.megatron_flags import MEGATRON_FLAGS
+from miles.config.root import MilesConfig
+from miles.config.synonyms import SYNONYMS
 
 
 def from_file(tmp_path: Path, text: str, *argv: str) -> CommandLine:
@@ -137,6 +141,29 @@ def test_all_unknown_flags_come_with_their_words() -> None:
         ("--baz", ""),
     ]
     assert line.config.optimizer.lr == 3.0
+
+
+@pytest.mark.parametrize(
+    ("word", "flag"),
+    [
+        ("--learning-rate", "--lr"),
+        ("--learning_rate", "--lr"),
+        ("--model", "--hf-checkpoint"),
+        ("--num-epochs", "--num-epoch"),
+        ("--temperature", "--rollout-temperature"),
+        ("--max-new-tokens", "--rollout-max-response-len"),
+        ("--rollout_batch_size", "--rollout-batch-size"),
+    ],
+)
+def test_the_names_of_other_programs_lead_to_ours(word: str, flag: str) -> None:
+    assert f"did you mean {flag}" in unknown_flag(Foreign(name=word)).remedy
+
+
+def test_synonyms_are_no_flags_and_stand_for_flags() -> None:
+    ours = {option for spec in flag_specs(MilesConfig) for option in spec.options}
+    assert set(SYNONYMS.values()) <= ours
+    assert ours.isdisjoint(SYNONYMS)
+    assert MEGATRON_FLAGS.isdisjoint(word.removeprefix("--") for word in SYNONYMS)
 
 
 def test_a_stray_word_is_not_swallowed() -> None:

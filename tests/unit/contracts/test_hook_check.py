@@ -14,6 +14,8 @@ from miles.contracts.hook_check import check_hooks
 from miles.contracts.hooks import HOOKS
 
 CODE = """
+import abc
+
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 NOT_TOOLS = "add"
 
@@ -33,6 +35,15 @@ class Source:
 
 class Empty:
     def __init__(self, config, tokenizer): ...
+
+class NextTakesNothing(Source):
+    def next(self): return []
+
+class Unfinished(Source, abc.ABC):
+    @abc.abstractmethod
+    def next(self, num_prompts): ...
+
+def make_source(config, tokenizer): return Source(config, tokenizer)
 """
 
 
@@ -75,6 +86,10 @@ def test_hooks_that_match_their_signature_are_accepted() -> None:
         ("custom_rm_path", "user_broken.f", "invalid syntax"),
         ("custom_generate_function_path", "user_hooks.not_async", "must be async"),
         ("data_source_path", "user_hooks.Empty", "lacks __len__, next, state_dict"),
+        ("data_source_path", "user_hooks.NextTakesNothing", "NextTakesNothing.next' has signature"),
+        ("data_source_path", "user_hooks.Unfinished", "leaves next abstract"),
+        ("data_source_path", "user_hooks.make_source", "is no class"),
+        ("data_source_path", "user_hooks.TOOLS", "not callable"),
         ("generate_tool_specs_path", "user_hooks.NOT_TOOLS", "list of tool schemas"),
         ("generate_tool_specs_path", "user_hooks.absent", "has no 'absent'"),
     ],

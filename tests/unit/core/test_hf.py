@@ -1,8 +1,12 @@
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
+from miles.core import hf
 from miles.core.hf import CheckpointDirError, check_directory
 
 
@@ -26,3 +30,64 @@ def test_weights_that_are_cut_short_are_named(model: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(CheckpointDirError, match=r"model\.safetensors is damaged or cut short"):
         check_directory(str(model))
+
+
+def write_config(model: Path, **changes: Any) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "says"),
+    [
+        ("qwen33", "'qwen33', which the installed transformers does not know"),
+        (None, "no model_type"),
+        (3, "no model_type"),
+    ],
+)
+def test_a_model_type_that_nothing_can_load_is_refused(
+    model: Path, model_type: Any, says: str
+) -> None:
+    write_config(model, model_type=model_type)
+    with pytest.raises(CheckpointDirError, match=says):
+        check_directory(str(model))
+
+
+def test_a_model_that_brings_its_own_code_may_be_of_any_type(model: Path) -> None:
+    write_config(model, model_type="mine", auto_map={"AutoConfig": "configuration_mine.Config"})
+    check_directory(str(model))
+
+
+def test_a_config_that_is_no_object_is_named(model: Path) -> None:
+    (model / "config.json").write_text("[]")
+    with pytest.raises(CheckpointDirError, match="holds no JSON object"):
+        check_directory(str(model))
+
+
+def test_nearly_every_model_type_is_known_without_importing_transformers() -> None:
+    listed = hf._listed_model_types()  # pyright: ignore[reportPrivateUsage]
+    known = set(CONFIG_MAPPING.keys())
+    assert listed <= known
+    assert len(known - listed) < 10
+
+
+@pytest.mark.parametrize(
+    ("values", "length"),
+    [
+        ({"max_position_embeddings": 8}, 8),
+        ({"n_positions": 4}, 4),
+        ({"max_position_embeddings": 8, "text_config": {"max_position_embeddings": 16}}, 16),
+        ({}, None),
+    ],
+)
+def test_the_stated_context_length_is_that_of_the_text_model(
+    tmp_path: Path, values: dict[str, Any], length: int | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert hf.stated_context_length(str(tmp_path)) == length
+
+
+def test_the_stated_context_length_is_the_one_of_transformers(model: Path) -> None:
+    wanted = hf.context_length(hf.load_config(str(model)))
+    assert wanted is not None
+    assert hf.stated_context_length(str(model)) == wanted

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
-from miles.ray.errors import JobError, call_all
+from miles.ray.errors import JobError, call_all, describe
 
 
 async def after(seconds: float, outcome: Any) -> Any:
@@ -41,3 +41,9 @@ def test_a_rank_that_waits_for_a_failed_one_does_not_hold_the_job() -> None:
     with pytest.raises(JobError, match="trainer 1 failed during training: RuntimeError: bad loss"):
         asyncio.run(call_all(calls, during="training"))
     assert time.monotonic() - start < 30
+
+
+def test_what_an_error_says_has_no_colours() -> None:
+    assert describe(task_error("\x1b[36mray::f()\x1b[39m failed")) == (
+        "RuntimeError: ray::f() failed"
+    )

@@ -6,7 +6,7 @@ import pytest
 
 from miles.config.errors import ConfigError
 from miles.contracts.types import Prompt, Sample, Status
-from miles.rollout.debug_data import check, load_groups, save_groups
+from miles.rollout.debug_data import check, check_record, load_groups, save_groups
 from tests.unit.rollout.scripted import made_config
 
 
@@ -62,8 +62,20 @@ def test_a_missing_and_a_foreign_file_are_refused(tmp_path: Path) -> None:
         load_groups(template, 1)
     path = save_groups(template, 2, [made_group()])
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(ConfigError, match="not a recorded rollout"):
+    with pytest.raises(ConfigError, match="a damaged record"):
         load_groups(template, 2)
+
+
+def test_a_first_rollout_that_cannot_be_read_is_seen_without_reading_it_all(tmp_path: Path) -> None:
+    template = str(tmp_path / "r{rollout_id}")
+    save_groups(template, 3, [made_group()])
+    assert check_record(template, 3) == []
+    (problem,) = check_record(template, 4)
+    assert (problem.value, problem.flag) == (f"{tmp_path}/r4", "--load-debug-rollout-data")
+    assert "no such file" in problem.remedy
+    (tmp_path / "r4").write_bytes(b"garbage")
+    (problem,) = check_record(template, 4)
+    assert "not a recorded rollout" in problem.remedy
 
 
 def test_metadata_that_is_not_plain_is_named(tmp_path: Path) -> None:

@@ -62,6 +62,90 @@ def test_a_label_is_text_or_nothing(
     assert source_of(tokenizer, spec, label_key="y").next(1)[0].label == label
 
 
+COMPARED = [
+    {"rm_type": "math"},
+    {"rm_type": "boxed_exact_match"},
+    {"rm_type": "random", "metadata": {"rm_type": "f1"}},
+    {"rm_type": "reasoning_gym", "metadata": {"source_dataset": "chain_sum"}},
+    {"loss_type": "sft_loss"},
+]
+
+
+@pytest.mark.parametrize("settings", COMPARED)
+def test_a_label_that_is_compared_as_text_is_text_or_a_whole_number(
+    tmp_path: Path, tokenizer: Any, settings: dict[str, Any]
+) -> None:
+    """A float, a boolean or a list has more than one text, and null has none."""
+    changes = {k: v for k, v in settings.items() if k != "metadata"}
+    row = {"input": "a", "metadata": settings.get("metadata")}
+    labels = ["1.50", 4, -(2**70), None, 1.5, True, ["a"], {"a": 1}]
+    spec = write_rows(tmp_path / "d.jsonl", [{**row, "y": label} for label in labels])
+    message = error_of(tokenizer, spec, label_key="y", **changes)
+    assert "5 rows cannot be used" in message
+    null = "nothing to train on" if settings == COMPARED[-1] else "'y' is null"
+    said = {4: null, 5: "'y' is float", 6: "'y' is bool", 7: "'y' is list", 8: "'y' is dict"}
+    for number, what in said.items():
+        assert f"line {number}: {what}" in message
+    spec = write_rows(tmp_path / "d.jsonl", [{**row, "y": label} for label in labels[:3]])
+    kept = source_of(tokenizer, spec, label_key="y", **changes).next(3)
+    assert [prompt.label for prompt in kept] == ["1.50", "4", "-1180591620717411303424"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"custom_rm_path": "json.loads"}, {"rm_type": "remote_rm"}, {"rm_type": "random"}]
+)
+def test_a_reward_that_reads_labels_its_own_way_gets_them_all(
+    tmp_path: Path, tokenizer: Any, changes: dict[str, Any]
+) -> None:
+    labels = ["x", 4, 1.5, True, ["a", None], {"a": 1}, None]
+    spec = write_rows(tmp_path / "d.jsonl", [{"input": "a", "y": label} for label in labels])
+    prompts = source_of(tokenizer, spec, label_key="y", **changes).next(len(labels))
+    wanted = ["x", "4", "1.5", "true", '["a", null]', '{"a": 1}', None]
+    assert [prompt.label for prompt in prompts] == wanted
+
+
+def test_columns_of_a_parquet_file_that_became_floats_are_refused(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    """What pandas writes for whole numbers of which some are missing."""
+    table = pyarrow.table({"input": ["a", "b"], "y": [4.0, float("nan")]})
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet")
+    spec = str(tmp_path / "d.parquet")
+    assert "row 2: 'y' is float" in error_of(tokenizer, spec, label_key="y", rm_type="f1")
+    message = error_of(tokenizer, spec, label_key="y", rm_type="random")
+    assert "1 row cannot be used" in message
+    assert "row 2: 'y' cannot be written as JSON" in message
+
+
+def test_rows_that_no_reward_can_score_are_refused_when_flags_are_parsed(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"input": "a"},
+        {"input": "a", "metadata": {"rm_type": "maths"}},
+        {"input": "a", "metadata": {"rm_type": 7}},
+        {"input": "a", "metadata": {"rm_type": "reasoning_gym"}},
+        {"input": "a", "metadata": {"rm_type": "math"}},
+    ]
+    spec = write_rows(tmp_path / "d.jsonl", rows)
+    (problem,) = check(made_config(prompt_data=spec, rm_type="random"))
+    said = {2: "no reward is called 'maths'; there are: ", 3: "no reward is called 7"}
+    said |= {
+        4: "the row's metadata names no reasoning-gym family",
+        5: "there is no label (--label-key)",
+    }
+    assert "4 rows cannot be used" in problem.remedy
+    for number, what in said.items():
+        assert f"line {number}: {what}" in problem.remedy
+    assert "did you mean math?" in problem.remedy
+    # The flag has the problem, not the rows.
+    for rm_type in ("maths", "math"):
+        assert (
+            check(
+                made_config(prompt_data=write_rows(tmp_path / "e.jsonl", rows[:1]), rm_type=rm_type)
+            )
+            == []
+        )
+
+
 @pytest.mark.parametrize(
     ("rows", "wanted"),
     [
@@ -278,6 +362,7 @@ def test_wrong_arguments_of_a_family_are_refused(tokenizer: Any) -> None:
         ("data.jsonl@[1]", "slice"),
         ("data.jsonl@[-:2]", "slice"),
         ("reasoning_gym:chain_sums", "no such family"),
+        ("reasoning_gym:chain_sun", "did you mean chain_sum"),
     ],
 )
 def test_data_that_cannot_be_used_is_refused_when_flags_are_parsed(

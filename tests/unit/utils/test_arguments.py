@@ -1,12 +1,15 @@
 """The composition root: one command line, all problems."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from miles.backends.training_utils import checkpoints
 from miles.config.errors import ConfigError
+from miles.rollout.debug_data import save_groups
 from miles.utils.arguments import get_miles_extra_args_provider, parse_args, read_config
 
 
@@ -15,8 +18,8 @@ def model(tmp_path: Path) -> Path:
     """A folder that looks like a checkpoint; its contents are not read by the checks."""
     folder = tmp_path / "model"
     folder.mkdir()
-    for name in ("config.json", "tokenizer.json"):
-        (folder / name).write_text("{}")
+    (folder / "config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 64}')
+    (folder / "tokenizer.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(len(b"{}").to_bytes(8, "little") + b"{}")
     return folder
 
@@ -106,6 +109,67 @@ def test_an_incomplete_model_is_refused(valid: list[str], model: Path, missing: 
     (model / missing).unlink()
     with pytest.raises(ConfigError, match=r"--hf-checkpoint = .* has no "):
         read_config(valid)
+
+
+def test_a_command_line_is_checked_without_torch(valid: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from miles.utils.arguments import read_config\n"
+        f"read_config({valid!r})\n"
+        "heavy = {'torch', 'transformers', 'ray', 'pyarrow', 'reasoning_gym'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else 0)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_model_type_that_nothing_can_load_is_refused(valid: list[str], model: Path) -> None:
+    (model / "config.json").write_text('{"model_type": "qwen33"}')
+    with pytest.raises(ConfigError, match=r"--hf-checkpoint = .*'qwen33'"):
+        read_config(valid)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--rollout-max-context-len", "65"), "--rollout-max-context-len"),
+        (("--sglang-context-length", "65"), "--sglang-context-length"),
+        (("--rollout-max-prompt-len", "64"), "--rollout-max-prompt-len"),
+        (("--rollout-max-response-len", "65"), "--rollout-max-response-len"),
+    ],
+)
+def test_lengths_that_the_model_does_not_have_are_refused(
+    valid: list[str], flags: tuple[str, str], named: str
+) -> None:
+    assert flags_of([*valid, *flags]) == {named}
+    shorter = str(int(flags[1]) - 1)
+    read_config([*valid, flags[0], shorter])
+
+
+def test_the_embedded_engine_has_one_gpu(valid: list[str]) -> None:
+    argv = [*valid, "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2"]
+    for engine in ("auto", "embedded"):
+        assert flags_of([*argv, "--rollout-engine", engine]) == {"--rollout-num-gpus-per-engine"}
+
+
+def test_a_first_recorded_rollout_that_is_not_there_is_refused(
+    valid: list[str], tmp_path: Path
+) -> None:
+    template = str(tmp_path / "r{rollout_id}")
+    debug = [*valid, "--load-debug-rollout-data", template]
+    assert flags_of(debug) == {"--load-debug-rollout-data"}
+    save_groups(template, 0, [])
+    read_config(debug)
+    # The rollout that the run starts with, or goes on with.
+    late = ["--num-rollout", "9", "--start-rollout-id", "1"]
+    assert flags_of([*debug, *late]) == {"--load-debug-rollout-data"}
+    checkpoint = str(made_checkpoint(tmp_path / "ckpt"))
+    resumed = [*debug, "--num-rollout", "9", "--load", checkpoint]
+    assert flags_of(resumed) == {"--load-debug-rollout-data"}
+    save_groups(template, 3, [])
+    read_config(resumed)
 
 
 def test_a_missing_prompt_file_and_a_bad_slice_are_refused(valid: list[str]) -> None:

@@ -69,6 +69,9 @@ def test_an_attention_whose_package_is_missing_is_refused() -> None:
         ("--bf16", "default"),
         ("--use-distributed-optimizer", "--train-backend megatron"),
         ("--lora-rank", "LoRA is not supported by the fsdp backend"),
+        ("--use-lora", "LoRA is not supported by the fsdp backend"),
+        ("--peft_config", "LoRA is not supported by the fsdp backend"),
+        ("--batch-size", "--rollout-batch-size"),
         ("--target-modules", "LoRA is not supported by the fsdp backend"),
     ],
 )

@@ -14,6 +14,8 @@ from miles.rollout.rewards.score import make_reward, score
 from miles.rollout.rewards.table import REWARDS, boxed, check
 from tests.unit.rollout.scripted import made_config, made_prompt
 
+GYM = {"prompt_data": "reasoning_gym:chain_sum"}
+
 
 def reward_of(
     tokenizer: Any, rm_type: str, response: str, label: str | None = None, **changes: Any
@@ -188,10 +190,26 @@ def test_every_entry_of_the_table_can_be_loaded() -> None:
     [
         ({"rm_type": "maths"}, "--rm-type"),
         ({"rm_type": "boxed_math"}, "--label-key"),
+        ({"rm_type": "f1", **GYM, "eval_prompt_data": ("a", "a.jsonl")}, "--eval-label-key"),
         ({"rm_type": "remote_rm"}, "--rm-url"),
+        ({"rm_type": "remote_rm", "rm_url": "localhost:8000/rm"}, "--rm-url"),
+        ({"rm_type": "remote_rm", "rm_url": "ftp://host/rm"}, "--rm-url"),
+        ({"rm_type": "remote_rm", "rm_url": "http:///rm"}, "--rm-url"),
+        ({"rm_type": "remote_rm", "rm_url": "http://host:port/rm"}, "--rm-url"),
+        ({"rm_type": "remote_rm", "rm_url": "http://[::1/rm"}, "--rm-url"),
         ({"rm_type": "random", "group_rm": True}, "--group-rm"),
     ],
 )
 def test_reward_flags_that_cannot_work_are_refused(changes: dict[str, Any], flag: str) -> None:
     (problem,) = check(made_config(**changes))
     assert problem.flag == flag
+
+
+@pytest.mark.parametrize("url", ["http://localhost:8000/rm", "https://a.b/c?d=e", "http://[::1]:9"])
+def test_an_address_of_the_web_is_a_remote_reward(url: str) -> None:
+    assert check(made_config(rm_type="remote_rm", rm_url=url)) == []
+
+
+def test_a_misspelt_reward_comes_with_the_nearest_one() -> None:
+    (problem,) = check(made_config(rm_type="exact-match"))
+    assert problem.remedy.endswith("did you mean exact_match?")

@@ -119,8 +119,13 @@ def test_the_rows_reward_wins_and_an_unknown_one_is_refused(tokenizer: Any) -> N
     assert one("exact_match", {}) == 0.0
     # Articles do not count: of "c" and "b" nothing is common.
     assert one("exact_match", {"rm_type": "f1"}) == 0.0
-    for rm_type, metadata in ((None, {}), ("exact_match", {"rm_type": "ecxact"})):
-        with pytest.raises(ConfigError, match="no such reward for prompt 0"):
+    # As in parquet, where a row that names none has null beside rows that do.
+    assert one("exact_match", {"rm_type": None}) == 0.0
+    for rm_type, metadata, says in (
+        (None, {}, "no reward is named"),
+        ("exact_match", {"rm_type": "ecxact"}, "no reward is called 'ecxact'"),
+    ):
+        with pytest.raises(ConfigError, match=f"prompt 0: {says}"):
             one(rm_type, metadata)
 
 

@@ -1,0 +1,58 @@
+"""The most tokens of prompt and response together: what the flags say and what the model allows."""
+
+from dataclasses import replace
+
+from miles.config.derived import needs_engines
+from miles.config.errors import Problem
+from miles.config.root import MilesConfig
+from miles.config.rules.problems import problem, values_of
+from miles.core import hf
+
+OF_THE_CONTEXT = ("rollout_max_context_len", "sglang_context_length")
+WITHIN_THE_CONTEXT = (
+    "rollout_max_prompt_len",
+    "rollout_max_response_len",
+    "eval_max_response_len",
+)
+
+
+def check(config: MilesConfig) -> list[Problem]:
+    """Lengths that engines cannot serve, because the model has fewer positions.
+
+    Without a flag for the context it is the model's, so that prompts and responses have to fit too.
+    """
+    length = _positions(config)
+    if length is None or not needs_engines(config):
+        return []
+    values = values_of(config)
+    open_context = all(values[dest] is None for dest in OF_THE_CONTEXT)
+    dests = WITHIN_THE_CONTEXT if open_context else OF_THE_CONTEXT
+    remedy = f"the model has {length} positions (config.json of --hf-checkpoint); lower it"
+    own = config.rollout.rollout_max_response_len
+    return [
+        problem(config, dest, remedy=remedy)
+        for dest in dests
+        if (values[dest] or 0) > length - (dest == "rollout_max_prompt_len")
+        # Evaluation has the rollout's by default, whose problem this is.
+        and not (dest == "eval_max_response_len" and values[dest] == own)
+    ]
+
+
+def with_context_length(config: MilesConfig) -> MilesConfig:
+    """Bound prompt and response by what the engines serve, where no flag does."""
+    rollout = config.rollout
+    if rollout.rollout_max_context_len is not None:
+        return config
+    length = rollout.sglang_context_length
+    if length is None:
+        length = hf.context_length(hf.load_config(str(rollout.hf_checkpoint)))
+    return replace(config, rollout=replace(rollout, rollout_max_context_len=length))
+
+
+def _positions(config: MilesConfig) -> int | None:
+    """``None`` where the config does not state it, or cannot be read, which has its own rule."""
+    path = config.rollout.hf_checkpoint
+    try:
+        return None if path is None else hf.stated_context_length(path)
+    except hf.CheckpointDirError:
+        return None
