@@ -15,7 +15,7 @@ from miles.backends.megatron_utils.namespace import add_miles_arguments
 from miles.backends.training_utils.checkpoints import check_load, first_rollout_id, holds_steps
 from miles.config import rules
 from miles.config.command_line import CommandLine, Foreign, read_command_line, unknown_flag
-from miles.config.derived import needs_engines, needs_reference
+from miles.config.derived import needs_reference
 from miles.config.errors import ConfigError, Problem
 from miles.config.flags import flag_specs
 from miles.config.reference import configuration_page
@@ -107,17 +107,10 @@ def _of_the_other_backend(config: MilesConfig, given: frozenset[str], other: str
 
 
 def _check_engine(config: MilesConfig) -> list[Problem]:
-    """The engine of this version is the embedded one."""
-    if config.rollout.rollout_engine == "sglang":
-        remedy = "this version has no SGLang engine yet; use --rollout-engine embedded"
-        return [problem(config, "rollout_engine", remedy=remedy)]
-    if config.cluster.rollout_num_gpus_per_engine <= 1 or not needs_engines(config):
+    if config.rollout.rollout_engine != "sglang":
         return []
-    remedy = (
-        "the embedded engine is not split over several GPUs; leave it out, and --rollout-num-gpus "
-        "says how many engines there are (with --colocate: one for each trainer rank)"
-    )
-    return [problem(config, "rollout_num_gpus_per_engine", remedy=remedy)]
+    remedy = "this version has no SGLang engine yet; use --rollout-engine embedded"
+    return [problem(config, "rollout_engine", remedy=remedy)]
 
 
 def _without_consequences(problems: Sequence[Problem], line: CommandLine) -> list[Problem]:

@@ -164,6 +164,8 @@ def test_a_colocated_megatron_run_generates_trains_and_syncs(
             **with_backend(flags, "megatron"),
             "num-rollout": 2,
             "colocate": True,
+            # One engine with the cores of both slots.
+            "rollout-num-gpus-per-engine": 2,
             "run-dir": tmp_path,
         }
     )

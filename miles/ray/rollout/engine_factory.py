@@ -94,6 +94,19 @@ def require_one_machine(placement: Placement, here: str) -> None:
         )
 
 
+def require_one_device(placement: Placement, gpus_per_engine: int) -> None:
+    """The embedded server runs on one device. On a CPU an engine of several slots has their cores.
+
+    Raises ``JobError``.
+    """
+    if gpus_per_engine > 1 and placement.on_gpu:
+        raise JobError(
+            f"--rollout-num-gpus-per-engine {gpus_per_engine}: the embedded engine is not split "
+            "over several GPUs; leave it out, and --rollout-num-gpus says how many engines there "
+            "are (with --colocate: one for each trainer rank)"
+        )
+
+
 class EngineHolder:
     """Ray actor that owns one engine server process; when it ends, so does the server."""
 
@@ -163,6 +176,7 @@ class EngineGroup:
         kind = choose_engine(config)
         if kind == "embedded":
             require_one_machine(placement, ray.util.get_node_ip_address())
+            require_one_device(placement, config.cluster.rollout_num_gpus_per_engine)
         self._launch = LAUNCHERS.load(kind)
         self._placement = placement
         self._log_dir = log_dir

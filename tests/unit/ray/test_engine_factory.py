@@ -6,7 +6,12 @@ from ray.util.placement_group import PlacementGroup
 from miles.config.root import MilesConfig
 from miles.ray.errors import JobError
 from miles.ray.placement import Placement, Slot
-from miles.ray.rollout.engine_factory import LAUNCHERS, choose_engine, require_one_machine
+from miles.ray.rollout.engine_factory import (
+    LAUNCHERS,
+    choose_engine,
+    require_one_device,
+    require_one_machine,
+)
 
 
 def test_the_default_engine_is_one_that_can_be_started() -> None:
@@ -14,12 +19,19 @@ def test_the_default_engine_is_one_that_can_be_started() -> None:
     assert choose_engine(MilesConfig()) in LAUNCHERS
 
 
-def placed(*nodes: str) -> Placement:
+def placed(*nodes: str, on_gpu: bool = False) -> Placement:
     slots = tuple(Slot(bundle=i, node_ip=ip, device_id=None) for i, ip in enumerate(nodes))
-    return Placement(group=PlacementGroup.empty(), slots=slots, on_gpu=False)
+    return Placement(group=PlacementGroup.empty(), slots=slots, on_gpu=on_gpu)
 
 
 def test_embedded_engines_and_their_trainer_must_be_on_the_drivers_machine() -> None:
     require_one_machine(placed("10.0.0.1", "10.0.0.1"), here="10.0.0.1")
     with pytest.raises(JobError, match=r"some are on 10\.0\.0\.2 and not on 10\.0\.0\.1"):
         require_one_machine(placed("10.0.0.1", "10.0.0.2"), here="10.0.0.1")
+
+
+def test_an_embedded_engine_may_have_several_slots_but_not_several_gpus() -> None:
+    require_one_device(placed("10.0.0.1", "10.0.0.1"), 2)
+    require_one_device(placed("10.0.0.1", "10.0.0.1", on_gpu=True), 1)
+    with pytest.raises(JobError, match="--rollout-num-gpus-per-engine 2"):
+        require_one_device(placed("10.0.0.1", "10.0.0.1", on_gpu=True), 2)

@@ -148,12 +148,6 @@ def test_lengths_that_the_model_does_not_have_are_refused(
     read_config([*valid, flags[0], shorter])
 
 
-def test_the_embedded_engine_has_one_gpu(valid: list[str]) -> None:
-    argv = [*valid, "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2"]
-    for engine in ("auto", "embedded"):
-        assert flags_of([*argv, "--rollout-engine", engine]) == {"--rollout-num-gpus-per-engine"}
-
-
 def test_a_first_recorded_rollout_that_is_not_there_is_refused(
     valid: list[str], tmp_path: Path
 ) -> None:
