@@ -87,5 +87,6 @@ def load_tokenizer(path: str, chat_template_path: str | None = None) -> Any:
 
 def context_length(config: Any) -> int | None:
     """Longest position the model was made for; ``None`` when the config does not say."""
-    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    text = config.get_text_config()
+    length = getattr(text, "max_position_embeddings", None)
     return int(length) if length is not None else None

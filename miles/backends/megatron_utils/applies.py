@@ -76,10 +76,10 @@ APPLIES: tuple[Applies, ...] = (
     # The machine.
     Applies(
         """attention-backend cp-comm-type cpu-offloading-num-layers
-        fine-grained-activation-offloading flash-attention-version fused-residual-rmsnorm
-        moe-permute-fusion moe-router-fusion overlap-dispatch-backward-with-experts-wgrad
-        te-precision-config-file te-rng-tracker use-te-activation-func
-        use-transformer-engine-op-fuser""",
+        fine-grained-activation-offloading flash-attention-version fp32-residual-connection
+        fused-residual-rmsnorm moe-permute-fusion moe-router-fusion
+        overlap-dispatch-backward-with-experts-wgrad te-precision-config-file
+        te-rng-tracker use-te-activation-func use-transformer-engine-op-fuser""",
         lambda args, config: package.has_transformer_engine(),
         "with Transformer Engine, which is not installed",
     ),
@@ -94,6 +94,12 @@ APPLIES: tuple[Applies, ...] = (
         "grad-reduce-in-bf16 main-grads-dtype",
         _is_bf16,
         "to bf16 training: without --fp16 and --fp32",
+    ),
+    Applies(
+        """ddp-param-name-patterns-for-fp32-local-accumulation
+        ddp-reduce-scatter-with-fp32-accumulation""",
+        lambda args, config: args.grad_reduce_in_bf16 or args.main_grads_dtype != "fp32",
+        "where gradients are not reduced in fp32: with --grad-reduce-in-bf16",
     ),
     Applies(
         "main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype",

@@ -45,6 +45,8 @@ def refused(parser: Any, line: str, *, context: int = 1, **precision: bool) -> l
         ("--fp4-param-gather", "--fp4-format e2m1"),
         ("--first-last-layers-bf16", "--fp8-format e4m3"),
         ("--num-layers-at-start-in-bf16 2", "--first-last-layers-bf16 --fp8-format e4m3"),
+        ("--ddp-reduce-scatter-with-fp32-accumulation", "--grad-reduce-in-bf16"),
+        ("--ddp-param-name-patterns-for-fp32-local-accumulation all", "--grad-reduce-in-bf16"),
         ("--recompute-method uniform", "--recompute-granularity full"),
         ("--recompute-modules mlp", "--recompute-granularity selective"),
         ("--recompute-modules mlp", "--recompute-activations"),
@@ -95,9 +97,9 @@ def test_a_balancing_loss_needs_its_kind_and_its_coefficient(parser: Any) -> Non
 def test_what_transformer_engine_does_is_refused_without_it(
     parser: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = "--attention-backend flash --fused-residual-rmsnorm"
+    line = "--attention-backend flash --fp32-residual-connection"
     monkeypatch.setattr(package, "has_transformer_engine", lambda: False)
-    assert refused(parser, line) == ["--attention-backend", "--fused-residual-rmsnorm"]
+    assert refused(parser, line) == ["--attention-backend", "--fp32-residual-connection"]
     assert refused(parser, "--cp-comm-type a2a", context=2) == ["--cp-comm-type"]
     monkeypatch.setattr(package, "has_transformer_engine", lambda: True)
     assert refused(parser, line) == []
