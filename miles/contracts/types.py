@@ -232,7 +232,8 @@ class StepStats:
     skipped: bool
     """True when a non-finite gradient kept the weights and the optimizer state unchanged."""
     sums: Mapping[str, float]
-    """``LossOutput.sums``, summed over micro-batches and data-parallel ranks."""
+    """``LossOutput.sums``, summed over micro-batches and data-parallel ranks; beside them what the
+    backend itself measures in a step, as means."""
 
 
 @dataclass(frozen=True, kw_only=True)

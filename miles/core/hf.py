@@ -1,5 +1,6 @@
 """The only loader of Hugging Face configs and tokenizers."""
 
+import copy
 import importlib.util
 import json
 import re
@@ -94,6 +95,19 @@ def load_config(path: str) -> Any:
     return AutoConfig.from_pretrained(path, trust_remote_code=True)
 
 
+def text_config(config: Any) -> Any:
+    """The text part of a transformers config; the config itself where that is all there is.
+
+    Whether the embeddings are tied is what the whole model says: transformers ties by that.
+    """
+    text = config.get_text_config()
+    if text is config:
+        return text
+    text = copy.copy(text)
+    text.tie_word_embeddings = config.tie_word_embeddings
+    return text
+
+
 def tensor_names(path: str) -> frozenset[str]:
     """Names in the safetensors files of a directory; empty when it has none."""
     from safetensors import safe_open
@@ -126,6 +140,6 @@ def stated_context_length(path: str) -> int | None:
 
 def context_length(config: Any) -> int | None:
     """Longest position the model was made for; ``None`` when the config does not say."""
-    text_config = config.get_text_config()
-    length = getattr(text_config, "max_position_embeddings", None)
+    text = config.get_text_config()
+    length = getattr(text, "max_position_embeddings", None)
     return int(length) if length is not None else None

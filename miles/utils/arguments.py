@@ -18,6 +18,7 @@ from miles.config.command_line import CommandLine, Foreign, read_command_line, u
 from miles.config.derived import needs_reference
 from miles.config.errors import ConfigError, Problem
 from miles.config.flags import flag_specs
+from miles.config.messages import Message, warning
 from miles.config.reference import configuration_page
 from miles.config.root import MilesConfig
 from miles.config.rules.problems import problem
@@ -49,19 +50,20 @@ def parse_args(argv: Sequence[str] | None = None) -> MilesConfig:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
     for message in messages:
-        log.warning("%s", message)
+        log.log(message.level, "%s", message.text)
     return config
 
 
-def read_config(argv: Sequence[str]) -> tuple[MilesConfig, list[str]]:
-    """The config, and what was reconciled. Raises ``ConfigError`` with every problem at once."""
+def read_config(argv: Sequence[str]) -> tuple[MilesConfig, list[Message]]:
+    """The config, and what was reconciled or derived. Raises ``ConfigError`` with every problem at
+    once."""
     line = read_command_line(argv)
-    config, messages = rules.resolve(line.config)
+    config, replaced = rules.resolve(line.config)
     megatron_argv, problems, more = _check_backend(config, line.given, line.foreign)
     problems = _without_consequences([*problems, *check_all(config, line.given)], line)
     if problems:
         raise ConfigError(problems)
-    return replace(config, megatron_argv=megatron_argv), [*messages, *more]
+    return replace(config, megatron_argv=megatron_argv), [*map(warning, replaced), *more]
 
 
 def check_all(config: MilesConfig, given: frozenset[str]) -> list[Problem]:
@@ -83,7 +85,7 @@ def get_miles_extra_args_provider() -> Provider:
 
 def _check_backend(
     config: MilesConfig, given: frozenset[str], foreign: Sequence[Foreign]
-) -> tuple[tuple[str, ...], list[Problem], list[str]]:
+) -> tuple[tuple[str, ...], list[Problem], list[Message]]:
     """``megatron_argv``, problems and messages."""
     if config.cluster.train_backend == "fsdp":
         refusals = [fsdp_arguments.refuse(flag) or unknown_flag(flag) for flag in foreign]

@@ -80,4 +80,9 @@ def _by_projection(tensor: Tensor, heads: Heads) -> tuple[Tensor, ...]:
     return (torch.cat(part_qkv(tensor, heads)),)
 
 
-BRIDGE = Bridge(model_types=("phi3",), flags=flags, family=Family(entries))
+BRIDGE = Bridge(
+    model_types=("phi3",),
+    flags=flags,
+    family=Family(entries),
+    spec="miles_plugins.models.phi3 get_phi3_spec",
+)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from miles.config.errors import Problem
+from miles.core import hf
 
 Flags = dict[str, str | bool]
 """Flag without its dashes -> value as typed, ``True`` for a switch; none: Megatron's default."""
@@ -91,7 +92,7 @@ def flags_of(hf_config: Any) -> Flags:
             f"{', '.join(FAMILIES)} (--train-backend fsdp trains any model of transformers; "
             "a --spec module may bring one)"
         )
-    return family(hf_config.get_text_config())
+    return family(hf.text_config(hf_config))
 
 
 def to_argv(flags: Mapping[str, str | bool]) -> list[str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles.backends.megatron_utils import (
+    applies,
     architecture,
     derive,
     machine,
@@ -24,13 +25,14 @@ from miles.config.command_line import Foreign, unknown_flag
 from miles.config.errors import ConfigError, Problem
 from miles.config.lora_flags import is_lora_flag
 from miles.config.megatron_flags import MEGATRON_FLAGS
+from miles.config.messages import Message, note
 from miles.config.root import MilesConfig
 from miles.config.rules.problems import problem
 from miles.core import hf, logging, plugins
 
 log = logging.get(__name__)
 
-Checked = tuple[tuple[str, ...], list[Problem], list[str]]
+Checked = tuple[tuple[str, ...], list[Problem], list[Message]]
 """``megatron_argv``, everything wrong, and what was derived or is worth a warning."""
 
 
@@ -116,9 +118,9 @@ def _check_values(
         # Our own rules have the problem of the latter, and no other number makes sense with it.
         return (), problems, []
     in_part = any(option.removeprefix("--") in architecture.ARCHITECTURE_FLAGS for option in broken)
-    derived, messages = _architecture(config, model, given, in_part=in_part)
+    derived, notes = _architecture(config, model, given, in_part=in_part)
     argv = [
-        *derive.defaults(),
+        *derive.defaults(config),
         *derive.from_model(config, model.hf_config, model.flags, given),
         *derived,
         *(word for flag in own for word in _words(flag)),
@@ -128,17 +130,18 @@ def _check_values(
     problems = [
         *architecture.compare(args, expected),
         *rules.check(args, config),
+        *applies.check(args, config, own),
         *_unusable_spec(args.spec),
     ]
     problems = [p for p in problems if broken.isdisjoint(p.flag.split(", "))]
     if not problems and not broken:
         problems = _validated(config, argv)
-    return tuple(argv), problems, [*messages, *rules.warnings(args)]
+    return tuple(argv), problems, [*notes, *rules.warnings(args)]
 
 
 def _architecture(
     config: MilesConfig, model: _Model, given: Set[str], *, in_part: bool
-) -> tuple[list[str], list[str]]:
+) -> tuple[list[str], list[Message]]:
     """The flags of the checkpoint where the user gives none, or has only part of them read; and
     what to say about it."""
     if given & architecture.ARCHITECTURE_FLAGS and not in_part:
@@ -150,7 +153,7 @@ def _architecture(
         return [], []
     argv = architecture.to_argv(flags)
     source = f"{config.rollout.hf_checkpoint}/config.json"
-    return argv, [f"Megatron's architecture flags from {source}: {' '.join(argv)}"]
+    return argv, [note(f"Megatron's architecture flags from {source}: {' '.join(argv)}")]
 
 
 def _unusable_spec(spec: Sequence[str] | None) -> list[Problem]:

@@ -12,6 +12,7 @@ from typing import Any
 from miles.backends.megatron_utils import architecture
 from miles.backends.megatron_utils.architecture import Flags
 from miles.backends.megatron_utils.converters import Converter, Family
+from miles.core import hf
 
 Spec = Sequence[str] | None
 """The words of ``--spec``."""
@@ -31,6 +32,9 @@ class Bridge:
     """Megatron's architecture flags of a text config; ``architecture.transformer_flags`` has those
     of most models. Raises ``architecture.UnknownArchitecture``."""
     family: Family
+    spec: str | None = None
+    """The words of ``--spec`` that select this architecture, for a line of flags that holds them;
+    a module that only lends its bridge to others has none."""
 
 
 def flags_of(hf_config: Any, spec: Spec = None) -> Flags:
@@ -41,7 +45,7 @@ def flags_of(hf_config: Any, spec: Spec = None) -> Flags:
     bridge = _bridge(hf_config, spec)
     if bridge is None:
         return architecture.flags_of(hf_config)
-    return bridge.flags(hf_config.get_text_config())
+    return bridge.flags(hf.text_config(hf_config))
 
 
 def converter_of(hf_config: Any, spec: Spec = None) -> Converter:

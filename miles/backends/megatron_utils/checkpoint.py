@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from miles.backends.megatron_utils import random_state, sharded_state
+from miles.backends.megatron_utils.damage import first_damaged
 from miles.backends.megatron_utils.sharded_state import TrainerState
 from miles.backends.training_utils import checkpoints
 from miles.backends.training_utils.checkpoint_writer import (
@@ -129,12 +131,12 @@ def find_weights(flag: str, directory: str) -> Path | None:
     return distributed.broadcast_object(step)
 
 
-def load_weights(step: Path, state: TrainerState) -> None:
+def load_weights(step: Path, state: TrainerState, flag: str = "--load") -> None:
     """Read the model's weights alone, whatever else the step holds. Collective.
 
-    An optimizer in ``state`` takes them over. Raises as ``Checkpointer.load``.
+    An optimizer in ``state`` takes them over. Raises as ``Checkpointer.load``, about ``flag``.
     """
-    _read_together(step, TrainerState(args=state.args, chunks=state.chunks))
+    _read_together(step, TrainerState(args=state.args, chunks=state.chunks), flag)
     if state.optimizer is not None:
         state.optimizer.reload_model_params()
 
@@ -159,24 +161,38 @@ def save_weights(directory: str, state: TrainerState, metadata: Mapping[str, Any
     )
 
 
-def _read_together(step: Path, state: TrainerState) -> None:
+def _read_together(step: Path, state: TrainerState, flag: str = "--load") -> None:
     error: Exception | None = None
     try:
         sharded_state.read(step, state)
+    except sharded_state.Misfit as caught:
+        error = _refused(flag, step, f"{step} does not fit this model: {caught}", caught)
     except CheckpointException as caught:  # not an ``Exception``
-        error = _misfit(step, caught)
+        # Megatron compares the shapes before anything is read, with an error of its own kind.
+        faults = [f for f, _ in caught.failures.values() if isinstance(f, CheckpointingException)]
+        shapes = "; ".join(dict.fromkeys(map(str, faults)))
+        misfit = f"{step} does not fit this model: {shapes}"
+        error = _refused(flag, step, misfit if faults else _unreadable(step, caught), caught)
     except Exception as caught:  # whatever it is, the other ranks must hear of it
-        error = _misfit(step, caught)
+        error = _refused(flag, step, _unreadable(step, caught), caught)
     distributed.raise_together(error, f"reading {step}")
 
 
-def _misfit(step: Path, error: BaseException) -> ConfigError:
-    problem = Problem(
-        "--load", str(step.parent), f"{step} does not fit this model: {causes(error)}"
+def _refused(flag: str, step: Path, remedy: str, cause: BaseException) -> ConfigError:
+    refusal = ConfigError([Problem(flag, str(step.parent), remedy)])
+    refusal.__cause__ = cause
+    return refusal
+
+
+def _unreadable(step: Path, error: BaseException) -> str:
+    """What went wrong while reading, and the damaged file if that is why."""
+    damaged = first_damaged(step)
+    number = checkpoints.read_metadata(step)["iteration"]
+    file = f"{damaged} is damaged or missing" if damaged else f"{step} cannot be read"
+    return (
+        f"step {number}: {file} ({causes(error)}); restore it, or write another step into "
+        f"{step.parent / checkpoints.TRACKER}"
     )
-    misfit = ConfigError([problem])
-    misfit.__cause__ = error
-    return misfit
 
 
 def _held(step: Path, metadata: Mapping[str, Any], state: TrainerState) -> TrainerState:

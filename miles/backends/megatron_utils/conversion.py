@@ -132,7 +132,7 @@ def _config(
         raise ConfigError([*problems, *found])
     if int(os.environ.get("RANK", "0")) == 0:
         for message in messages:
-            log.info("%s", message)
+            log.log(message.level, "%s", message.text)
     # What is drawn at random would be overwritten.
     return dataclasses.replace(config, megatron_argv=(*argv, "--no-initialization"))
 

@@ -17,14 +17,21 @@ UNKNOWN_CONTEXT = 1 << 20
 """Positions of a model whose config does not bound them; RoPE needs no table of them."""
 
 
-def defaults() -> list[str]:
+INITIAL_LOSS_SCALE = 1 << 16
+"""Of fp16 training, in both backends. From Megatron's own 2**32 every run would skip its first
+steps until the scale has come down."""
+
+
+def defaults(config: MilesConfig) -> list[str]:
     """What depends on no model."""
+    fp16 = ("--initial-loss-scale", str(INITIAL_LOSS_SCALE)) if config.precision.fp16 else ()
     return [
         *("--attention-dropout", "0", "--hidden-dropout", "0"),
         "--use-distributed-optimizer",
         *("--ckpt-format", "torch_dist"),
         *("--tokenizer-type", "NullTokenizer"),
         *("--make-vocab-size-divisible-by", str(VOCABULARY_MULTIPLE)),
+        *fp16,
     ]
 
 

@@ -25,6 +25,7 @@ from miles.backends.megatron_utils.layout import (
     model_input,
     num_tokens,
 )
+from miles.backends.megatron_utils.router import mean_losses
 from miles.contracts.parallel import ParallelState
 from miles.contracts.types import LossFn, MicroBatch, TokenStats
 from miles.core import device
@@ -78,10 +79,10 @@ class PolicyModel:
     ) -> dict[str, float]:
         """Add the gradient of the summed loss over all ranks to the gradient buffers. Collective.
 
-        Returns ``LossOutput.sums`` added up over micro-batches and data-parallel ranks, and the
-        loss under ``""``; the same on every rank.
+        Returns ``LossOutput.sums`` added up over micro-batches and data-parallel ranks, the loss
+        under ``""``, and the means of the routers' losses; the same on every rank.
         """
-        self._set_auxiliary_scale(batches)
+        total_tokens = self._set_auxiliary_scale(batches)
         totals: dict[str, Tensor] = {}
 
         def weigh(batch: MicroBatch, stats: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -95,7 +96,7 @@ class PolicyModel:
             return value, torch.zeros((), dtype=torch.int, device=value.device), None
 
         self._run(batches, weigh, with_entropy=with_entropy, forward_only=False)
-        return self._everywhere(totals)
+        return self._everywhere(totals) | mean_losses(self.chunks, self.config, total_tokens)
 
     def parameters_changed(self) -> None:
         """Tell that the optimizer updated this rank's shards. Where their gather overlaps with the
@@ -179,16 +180,18 @@ class PolicyModel:
         rank = mpu.get_tensor_model_parallel_rank()
         return inputs.padding_mask.chunk(split, dim=1)[rank].contiguous()
 
-    def _set_auxiliary_scale(self, batches: Sequence[MicroBatch]) -> None:
-        """A router's loss is weighted by its micro-batch's tokens: divide by those of the step."""
+    def _set_auxiliary_scale(self, batches: Sequence[MicroBatch]) -> float:
+        """A router's loss is weighted by its micro-batch's tokens: divide by those of the step,
+        which are returned."""
         if self.config.num_moe_experts is None:
-            return
+            return 0.0
         count = torch.tensor(
             sum(map(num_tokens, batches)), dtype=torch.float64, device=device.current_device()
         )
         total = max(float(self._parallel.dp_sum(count)), 1.0)
         one = torch.ones(1, device=device.current_device())
         self.config.moe_grad_scale_func = lambda: self.config.grad_scale_func(one) / total
+        return total
 
     def _everywhere(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
         """Sums over data-parallel ranks, from the last stage to all."""

@@ -6,6 +6,7 @@ process at the first thing it does not like; here none of this reaches the calle
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import re
 import sys
@@ -99,6 +100,18 @@ def validate(args: argparse.Namespace, config: MilesConfig) -> None:
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
     with _refusals():
         core_transformer_config_from_args(args)
+        _check_optimizer(args)
+
+
+def _check_optimizer(args: argparse.Namespace) -> None:
+    """Let Megatron's optimizer look at its settings as it will when it is built."""
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+    from miles.backends.megatron_utils import fused_adam
+
+    fused_adam.install()
+    names = [field.name for field in dataclasses.fields(OptimizerConfig)]
+    OptimizerConfig(**{name: vars(args)[name] for name in names if name in vars(args)})
 
 
 def _values(args: argparse.Namespace, config: MilesConfig) -> Mapping[str, Any]:

@@ -149,14 +149,14 @@ class MegatronPolicyOps:
         """Of a torch_dist directory given as the reference, else of the Hugging Face one."""
         step = self._torch_dist_reference()
         if step is not None:
-            load_weights(step, TrainerState(args=self.args, chunks=chunks))
+            load_weights(step, TrainerState(args=self.args, chunks=chunks), "--ref-load")
         else:
             load_hf(chunks, self._converter, self._files.directory)
 
     def _read_reference(self, chunks: list[nn.Module]) -> None:
         step, path = self._torch_dist_reference(), self._config.algorithm.ref_load
         if step is not None:
-            load_weights(step, TrainerState(args=self.args, chunks=chunks))
+            load_weights(step, TrainerState(args=self.args, chunks=chunks), "--ref-load")
         elif path is not None:
             load_hf(chunks, self._converter_of("--ref-load", path), path)
         else:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from miles.backends.megatron_utils import package
 from miles.config.errors import Problem
+from miles.config.messages import Message, warning
 from miles.config.root import MilesConfig
 
 Rule = Callable[[argparse.Namespace, MilesConfig], list[Problem]]
@@ -20,15 +21,17 @@ def check(args: argparse.Namespace, config: MilesConfig) -> list[Problem]:
     return sizes or [problem for rule in RULES for problem in rule(args, config)]
 
 
-def warnings(args: argparse.Namespace) -> list[str]:
+def warnings(args: argparse.Namespace) -> list[Message]:
     """What works but was probably not meant."""
     size = args.tensor_model_parallel_size
     if size == 1 or args.sequence_parallel:
         return []
     return [
-        f"--tensor-model-parallel-size {size} without --sequence-parallel: every rank holds the "
-        "activations between the sharded layers whole; add --sequence-parallel unless the recipe "
-        "says otherwise"
+        warning(
+            f"--tensor-model-parallel-size {size} without --sequence-parallel: every rank holds "
+            "the activations between the sharded layers whole; add --sequence-parallel unless the "
+            "recipe says otherwise"
+        )
     ]
 
 
@@ -177,6 +180,30 @@ def one_precision(args: argparse.Namespace, config: MilesConfig) -> list[Problem
     ]
 
 
+def load_balance_is_of_a_micro_batch(
+    args: argparse.Namespace, config: MilesConfig
+) -> list[Problem]:
+    """Tokens go to the experts with the highest scores, as in the engines, and the loss that
+    spreads them depends neither on how samples are packed nor on the ranks that hold them."""
+    given = args.moe_router_load_balancing_type
+    kinds = [given] if isinstance(given, str) else given
+    other = "the engines choose experts by their scores alone"
+    layout = "its value depends on how samples are packed and spread over ranks"
+    reasons = {
+        "sinkhorn": other,
+        "quantile_balancing": other,
+        "seq_aux_loss": layout,
+        "global_aux_loss": layout,
+    }
+    if not args.num_experts:
+        return []
+    return [
+        Problem("--moe-router-load-balancing-type", kind, f"{reasons[kind]}; use aux_loss or none")
+        for kind in kinds
+        if kind in reasons
+    ]
+
+
 def formats_are_ours(args: argparse.Namespace, config: MilesConfig) -> list[Problem]:
     """One optimizer, one checkpoint format."""
     problems: list[Problem] = []
@@ -207,21 +234,6 @@ def kernels_are_installed(args: argparse.Namespace, config: MilesConfig) -> list
     ]
 
 
-def narrow_states_need_their_optimizer(
-    args: argparse.Namespace, config: MilesConfig
-) -> list[Problem]:
-    """Only the precision-aware optimizer stores its state in another dtype than fp32."""
-    if args.use_precision_aware_optimizer:
-        return []
-    remedy = "applies only with --use-precision-aware-optimizer; add that or leave this out"
-    dests = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-    return [
-        Problem(f"--{dest.replace('_', '-')}", vars(args)[dest], remedy)
-        for dest in dests
-        if vars(args)[dest] != "fp32"
-    ]
-
-
 RULES: tuple[Rule, ...] = (
     dimensions_divide_the_ranks,
     experts_need_a_mixture,
@@ -232,9 +244,9 @@ RULES: tuple[Rule, ...] = (
     tokens_are_dispatched_as_they_come,
     forward_passes_repeat,
     one_precision,
+    load_balance_is_of_a_micro_batch,
     formats_are_ours,
     kernels_are_installed,
-    narrow_states_need_their_optimizer,
 )
 
 _CONTEXT = "context_parallel_size"

@@ -37,6 +37,10 @@ _ENGINE_STATE = "_extra_state"
 """What Transformer Engine's layers add, which local ones do not have; empty without fp8."""
 
 
+class Misfit(ValueError):
+    """A step of another model; the message names parameters."""
+
+
 class _Object(io.BytesIO):
     """A pickled value that hands out no view of itself: when a write fails, views end up in cycles
     of tracebacks, and there CPython's collector crashes on them (in 3.12.1)."""
@@ -120,8 +124,8 @@ def write(directory: Path, tensors: dict[str, Any], group: dist.ProcessGroup) ->
 def read(step: Path, state: TrainerState) -> None:
     """Fill all that ``state`` names from the step; collective.
 
-    Raises ``ValueError`` or one of PyTorch's and Megatron's errors, perhaps on one rank alone, when
-    the step is not of this model or is damaged.
+    Raises ``Misfit`` or a ``CheckpointException`` around Megatron's error, perhaps on one rank
+    alone, when the step is not of this model, and any other error when it cannot be read.
     """
     common = dist_checkpointing.load_common_state_dict(step)
     _check_vocabulary(common, state.args)
@@ -206,7 +210,7 @@ def _load_chunks(chunks: Sequence[nn.Module], loaded: Mapping[str, Any]) -> None
             if not key.endswith(_ENGINE_STATE)
         ]
         if wrong:
-            raise ValueError(f"{len(wrong)} tensors do not fit: {', '.join(wrong[:3])}")
+            raise Misfit(f"{len(wrong)} tensors do not fit: {', '.join(wrong[:3])}")
 
 
 def _named(chunks: Sequence[nn.Module]) -> dict[str, Any]:
@@ -268,14 +272,17 @@ def _check_names(left_over: set[str], absent: set[str]) -> None:
     for names, what in ((surplus, "more than the model has"), (absent, "fewer than it has")):
         found = sorted(name for name in names if not name.endswith(_ENGINE_STATE))
         if found:
-            raise ValueError(f"it holds {len(found)} tensors {what}: {', '.join(found[:3])}")
+            raise Misfit(f"it holds {len(found)} tensors {what}: {', '.join(found[:3])}")
 
 
 def _check_vocabulary(common: Mapping[str, Any], args: Namespace) -> None:
     """Megatron cuts and pads the vocabulary without a word, to suit another number of ranks."""
     saved = vars(common["args"]).get("vocab_size") if "args" in common else None
     if saved is not None and args.vocab_size is not None and saved != args.vocab_size:
-        raise ValueError(f"its vocabulary has {saved} tokens, the model's {args.vocab_size}")
+        raise Misfit(
+            f"its vocabulary has {saved} tokens, the model's {args.vocab_size} "
+            "(embedding.word_embeddings.weight)"
+        )
 
 
 def _as_torch_dist(args: Namespace, **changes: Any) -> Namespace:

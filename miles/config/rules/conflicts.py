@@ -235,6 +235,18 @@ def exports_replace_only_exports(config: MilesConfig, given: Given) -> list[Prob
     ][:1]
 
 
+def reference_is_not_overwritten(config: MilesConfig, given: Given) -> list[Problem]:
+    """The run writes its checkpoints elsewhere than where its reference lies."""
+    reference, save = config.algorithm.ref_load, config.checkpoint.save
+    if reference is None or save is None or os.path.realpath(reference) != os.path.realpath(save):
+        return []
+    remedy = (
+        "the run would write its checkpoints over its reference, and a resumed one would take the "
+        "trained weights for it; give the second a directory of its own"
+    )
+    return [problem(config, "ref_load", "save", remedy=remedy)]
+
+
 def engines_answer_before_ranks_give_up(config: MilesConfig, given: Given) -> list[Problem]:
     """An engine that hangs is named before another rank's collective times out."""
     cluster, timeout_s = config.cluster, config.weight_sync.update_weight_timeout_s
@@ -265,5 +277,6 @@ CONFLICT_CHECKS: tuple[Check, ...] = (
     supervised_runs_train,
     one_half_precision,
     exports_replace_only_exports,
+    reference_is_not_overwritten,
     engines_answer_before_ranks_give_up,
 )

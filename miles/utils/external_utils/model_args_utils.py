@@ -4,16 +4,20 @@
     python3 miles/utils/external_utils/model_args_utils.py /models/Qwen3-4B
 
 A name is a file of ``scripts/models/`` and needs no package installed; a Hugging Face directory is
-read with transformers. Runs by its path, without the repository on PYTHONPATH.
+read with transformers. Of an architecture that a module of ``miles_plugins/mbridge/`` brings, the
+line has the ``--spec`` too. Runs by its path, without the repository on PYTHONPATH.
 """
 
 import difflib
+import importlib
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 MODELS = ROOT / "scripts" / "models"
+BRIDGES = "miles_plugins.mbridge"
 
 
 def names() -> list[str]:
@@ -23,7 +27,7 @@ def names() -> list[str]:
 
 def model_args(model: str) -> list[str]:
     """Flags of a name or a Hugging Face directory. Raises ``ValueError`` for anything else."""
-    from miles.backends.megatron_utils.architecture import flags_of, to_argv
+    from miles.backends.megatron_utils.architecture import to_argv
 
     path = MODELS / f"{model}.py"
     if model in names():
@@ -38,9 +42,26 @@ def model_args(model: str) -> list[str]:
     from miles.core import hf
 
     try:
-        return to_argv(flags_of(hf.load_config(model)))
+        return to_argv(_derived(hf.load_config(model)))
     except ModuleNotFoundError as error:
         raise ValueError(f"{model}: reading it needs {error.name} (.venv/bin/python)") from error
+
+
+def _derived(config: Any) -> dict[str, str | bool]:
+    """Of a transformers config: the core's flags, or those of a bridge and the spec it needs.
+
+    Raises ``UnknownArchitecture``.
+    """
+    from miles.backends.megatron_utils.architecture import FAMILIES, flags_of
+    from miles.core import hf
+
+    if config.model_type not in FAMILIES:
+        for path in sorted((ROOT / BRIDGES.replace(".", "/")).glob("[!_]*.py")):
+            bridge = importlib.import_module(f"{BRIDGES}.{path.stem}").BRIDGE
+            if config.model_type in bridge.model_types:
+                spec = {} if bridge.spec is None else {"spec": bridge.spec}
+                return {**spec, **bridge.flags(hf.text_config(config))}
+    return flags_of(config)
 
 
 def main() -> None:

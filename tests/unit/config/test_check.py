@@ -288,6 +288,12 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
         (),
     ),
     (
+        conflict.reference_is_not_overwritten,
+        "--ref-load, --save",
+        ("--save", "runs/a", "--ref-load", "runs/b/../a", "--use-kl-loss"),
+        (),
+    ),
+    (
         conflict.engines_answer_before_ranks_give_up,
         "--update-weight-timeout-s, --distributed-timeout-minutes",
         ("--distributed-timeout-minutes", "5"),

@@ -7,7 +7,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from miles.core import hf
-from miles.core.hf import CheckpointDirError, check_directory
+from miles.core.hf import CheckpointDirError, check_directory, text_config
 
 
 @pytest.fixture
@@ -91,3 +91,15 @@ def test_the_stated_context_length_is_the_one_of_transformers(model: Path) -> No
     wanted = hf.context_length(hf.load_config(str(model)))
     assert wanted is not None
     assert hf.stated_context_length(str(model)) == wanted
+
+
+def test_whether_embeddings_are_tied_is_what_the_whole_model_says() -> None:
+    """Released Qwen3.5 checkpoints say it beside their text config, not in it."""
+    from transformers import AutoConfig
+
+    for tied in (False, True):
+        config = AutoConfig.for_model("qwen3_5", tie_word_embeddings=tied)
+        assert config.get_text_config().tie_word_embeddings is False
+        assert text_config(config).tie_word_embeddings is tied
+    alone = AutoConfig.for_model("qwen3", tie_word_embeddings=True)
+    assert text_config(alone) is alone

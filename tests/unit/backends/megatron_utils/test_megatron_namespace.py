@@ -137,15 +137,25 @@ def test_a_yaml_file_may_hold_megatrons_flags_and_the_command_line_wins(
     file = tmp_path / "run.yaml"
     file.write_text(
         "tensor_model_parallel_size: 2\nsequence-parallel: true\noverlap-grad-reduce: false\n"
-        "recompute-modules: [core_attn, mlp]\ninitial_loss_scale: 1024\n"
+        "recompute-granularity: selective\nrecompute-modules: [core_attn, mlp]\n"
+        "initial_loss_scale: 1024\n"
     )
-    argv = line("--config", str(file), "--initial-loss-scale", "2048")
+    argv = line("--config", str(file), "--initial-loss-scale", "2048", "--fp16")
     args = in_a_trainer(argv, monkeypatch)
     assert args.tensor_model_parallel_size == 2
     assert args.sequence_parallel
     assert not args.overlap_grad_reduce
     assert args.recompute_modules == ["core_attn", "mlp"]
     assert args.initial_loss_scale == 2048
+
+
+def test_the_loss_scale_of_fp16_starts_where_the_first_steps_are_taken(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert in_a_trainer(line("--fp16"), monkeypatch).initial_loss_scale == 65536
+    explicit = line("--fp16", "--initial-loss-scale", str(2**32))
+    assert in_a_trainer(explicit, monkeypatch).initial_loss_scale == 2**32
+    assert in_a_trainer(line("--fp16", "--loss-scale", "128"), monkeypatch).loss_scale == 128
 
 
 def test_a_value_may_be_negative_or_begin_with_dashes(

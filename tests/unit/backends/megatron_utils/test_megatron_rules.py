@@ -132,7 +132,7 @@ def test_tokens_are_gathered_only_among_ranks_with_the_same_samples(parser: Any)
 
 def test_tensor_without_sequence_parallelism_warns(parser: Any) -> None:
     (message,) = rules.warnings(parser.parse_args(f"{DENSE} {TP} 2".split()))
-    assert "--sequence-parallel" in message
+    assert "--sequence-parallel" in message.text
     assert rules.warnings(parser.parse_args(f"{DENSE} {TP} 2 --sequence-parallel".split())) == []
     assert rules.warnings(parser.parse_args(DENSE.split())) == []
 
@@ -161,7 +161,45 @@ def test_what_only_transformer_engine_can_do_is_refused_without_it(parser: Any) 
     assert found(parser, f"{DENSE} --use-precision-aware-optimizer --exp-avg-dtype bf16") == []
 
 
-def test_narrow_moments_need_the_optimizer_that_has_them(parser: Any) -> None:
-    line = f"{DENSE} --exp-avg-dtype bf16 --main-grads-dtype bf16"
-    assert flags(parser, line) == ["--main-grads-dtype", "--exp-avg-dtype"]
-    assert found(parser, f"{line} --use-precision-aware-optimizer") == []
+@pytest.mark.parametrize(
+    ("flag", "argument"),
+    [
+        ("--exp-avg-dtype", "exp_avg_dtype"),
+        ("--exp-avg-sq-dtype", "exp_avg_sq_dtype"),
+        ("--main-params-dtype", "master_weight_dtype"),
+    ],
+)
+def test_a_dtype_that_our_adam_cannot_store_is_refused_when_flags_are_parsed(
+    parser: Any, flag: str, argument: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without Transformer Engine, whose Adam stores all that Megatron's flags offer."""
+    import torch
+    from torch import nn
+
+    from miles.backends.megatron_utils.fused_adam import FusedAdam
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    dtypes["fp8"] = torch.uint8
+    monkeypatch.setattr(rules.package, "has_transformer_engine", lambda: False)
+    option = parser._option_string_actions[flag]
+    for choice in option.choices:
+        try:
+            FusedAdam([nn.Parameter(torch.ones(1))], **{argument: dtypes[choice]})
+            expected: list[str] = []
+        except ValueError:
+            expected = [flag]
+        line = f"{DENSE} --use-precision-aware-optimizer {flag} {choice}"
+        assert flags(parser, line) == expected, choice
+
+
+def test_experts_are_chosen_by_their_scores_and_balanced_within_a_micro_batch(parser: Any) -> None:
+    kind = "--moe-router-load-balancing-type"
+    for passes in ("none", "aux_loss"):
+        assert found(parser, f"{MIXTURE} {kind} {passes}") == []
+    ((flag, remedy),) = found(parser, f"{MIXTURE} {kind} sinkhorn")
+    assert flag == kind
+    assert "the engines choose" in remedy
+    refused = found(parser, f"{MIXTURE} {kind} seq_aux_loss global_aux_loss")
+    assert [flag for flag, _ in refused] == [kind, kind]
+    assert all("packed" in remedy for _, remedy in refused)
+    assert found(parser, f"{DENSE} {kind} sinkhorn") == []

@@ -54,6 +54,13 @@ def test_damaged_or_foreign_checkpoints_are_refused(
     text = refusal(megatron_ranks, dataclasses.replace(other, checkpoint=saved.checkpoint))
     assert "its vocabulary has 96 tokens, the model's 160" in text
 
+    wider = make_qwen3(tmp_path / "wider", head_dim=32)
+    other = make_config(wider)
+    text = refusal(megatron_ranks, dataclasses.replace(other, checkpoint=saved.checkpoint))
+    assert "does not fit this model" in text
+    assert "mismatch" in text
+    assert "for key decoder.layers.self_attention." in text
+
     whole = make_config(tiny_qwen3, WHOLE)
     text = refusal(megatron_ranks, dataclasses.replace(saved, megatron_argv=whole.megatron_argv))
     assert "--use-distributed-optimizer" in text
@@ -76,6 +83,17 @@ def test_damaged_or_foreign_checkpoints_are_refused(
     text = refusal(megatron_ranks, saved)
     assert str(shard) in text
     assert "step 1" in text
+    shard.write_bytes(content)
+
+    # As long as it was: only reading shows it.
+    for file in (shard, step / ".metadata"):
+        whole = file.read_bytes()
+        file.write_bytes(bytes(len(whole)))
+        text = refusal(megatron_ranks, saved)
+        assert f"step 1: {file} is damaged" in text
+        assert "does not fit" not in text
+        file.write_bytes(whole)
+    assert megatron_ranks.run_well(start, saved, num_ranks=2) == [1, 1]
 
 
 def test_weights_are_found_in_a_converted_directory_alone(tmp_path: Path) -> None:

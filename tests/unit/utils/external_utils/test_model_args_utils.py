@@ -74,6 +74,28 @@ def test_a_directory_prints_the_line_of_its_config(tiny_qwen3: Path) -> None:
     assert len(result.stdout.splitlines()) == 1
 
 
+def test_a_directory_of_an_architecture_that_a_plugin_brings_prints_its_spec_too(
+    tmp_path: Path,
+) -> None:
+    config = AutoConfig.for_model(
+        "phi3", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2
+    )
+    config.save_pretrained(tmp_path)
+    result = run(str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(
+        "--spec miles_plugins.models.phi3 get_phi3_spec --num-layers 2 --hidden-size 64 "
+    )
+
+
+def test_a_directory_of_an_unknown_architecture_names_those_that_there_are(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    result = run(str(tmp_path))
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert "'gpt2' has no conversion" in result.stderr
+
+
 def test_an_unknown_name_lists_the_names_and_prints_no_line() -> None:
     result = run("qwen3-4b", options=("-S",))
     assert result.returncode == 2
