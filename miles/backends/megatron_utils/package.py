@@ -23,14 +23,14 @@ def problem() -> Problem | None:
     folder = _find()
     if folder is None:
         remedy = (
-            "needs megatron-core, which is not installed: pip install 'miles[megatron]' "
+            "needs megatron-core, which is not installed: pip install -e '.[megatron]' "
             f"(megatron-core=={TESTED_VERSION}), put a checkout of that version on PYTHONPATH, or "
             "use --train-backend fsdp"
         )
         return Problem("--train-backend", "megatron", remedy)
     if not (folder / "training" / "arguments.py").is_file():
         remedy = (
-            f"{folder} has no megatron.training; pip install 'miles[megatron]' "
+            f"{folder} has no megatron.training; pip install -e '.[megatron]' "
             f"(megatron-core=={TESTED_VERSION})"
         )
         return Problem("--train-backend", "megatron", remedy)
@@ -39,7 +39,7 @@ def problem() -> Problem | None:
         return None
     remedy = (
         f"found megatron-core {found or 'of an unknown version'} in {folder}, but this version of "
-        f"Miles works with {TESTED_VERSION}: pip install 'miles[megatron]', or put a checkout of "
+        f"Miles works with {TESTED_VERSION}: pip install -e '.[megatron]', or put a checkout of "
         f"core_v{TESTED_VERSION} on PYTHONPATH"
     )
     return Problem("--train-backend", "megatron", remedy)
