@@ -30,7 +30,7 @@ GRPO = {
     "eps_clip_high": 0.04,
 }
 """A range so narrow that steps after the first are clipped on both sides."""
-OPTIMIZER = {"lr": 3e-3, "adam_eps": 1e-6, "weight_decay": 0.1, "clip_grad": 0.5}
+OPTIMIZER = {"lr": 3e-3, "adam_eps": 1e-4, "weight_decay": 0.1, "clip_grad": 0.5}
 """With the default epsilon, gradients that are nothing but rounding would move weights."""
 DATA = {
     "rollout_batch_size": NUM_GROUPS,

@@ -48,7 +48,7 @@ POLICY = {
     "log_probs_chunk_size": 3,
     "reset_optimizer_states": True,
 }
-OPTIMIZER = {"lr": 1e-3, "adam_eps": 1e-6, "weight_decay": 0.1, "clip_grad": 0.5}
+OPTIMIZER = {"lr": 1e-3, "adam_eps": 1e-4, "weight_decay": 0.1, "clip_grad": 0.5}
 """With the default epsilon, gradients that are nothing but rounding would move weights."""
 
 
@@ -112,13 +112,13 @@ def test_policy_training_equals_that_of_the_fsdp_backend(
     for answer in answers:
         for step, other in zip(answer["steps"], fsdp_policy_run["steps"], strict=True):
             assert step.loss == pytest.approx(other.loss, abs=1e-5)
-            assert step.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
+            assert step.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
             assert step.learning_rate == other.learning_rate
         for metrics, others in zip(answer["metrics"], fsdp_policy_run["metrics"], strict=True):
             assert metrics == pytest.approx(others, rel=1e-4, abs=1e-5)
         for name, value in answer["weights"].items():
             expected = from_bytes(fsdp_policy_run["weights"][name])
-            torch.testing.assert_close(from_bytes(value), expected, atol=1e-5, rtol=0, msg=name)
+            torch.testing.assert_close(from_bytes(value), expected, atol=2e-6, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize(

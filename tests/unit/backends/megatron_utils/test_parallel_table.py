@@ -18,7 +18,7 @@ from tests.unit.backends.megatron_utils.engine_jobs import make_config, train_ro
 from tests.unit.backends.megatron_utils.layouts import LAYOUTS, Layout, params, table
 from tests.unit.backends.megatron_utils.made_models import per_expert
 
-ADAM_EPS = 1e-6
+ADAM_EPS = 1e-4
 """With the default one, gradients that are nothing but rounding would move weights."""
 DOCUMENT = Path(__file__).parents[4] / "docs/training-backend.md"
 
@@ -66,7 +66,7 @@ def test_a_layout_trains_like_one_plain_process(
     assert set(first["weights"]) == set(weights)
     for name, value in first["weights"].items():
         torch.testing.assert_close(
-            from_bytes(value), weights[name].reshape(-1), atol=1e-5, rtol=0, msg=name
+            from_bytes(value), weights[name].reshape(-1), atol=2e-6, rtol=0, msg=name
         )
 
 
