@@ -24,20 +24,24 @@ async def train(config: MilesConfig) -> None:
             await job.evaluate(rollout_id)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    config = parse_args(argv)
+def run(config: MilesConfig) -> int:
     from miles.ray.errors import JobError
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         asyncio.run(train(config))
     except (JobError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return run(parse_args(argv))
     except KeyboardInterrupt:
         print("interrupted: every process of this run has been ended", file=sys.stderr)
         return 130
-    return 0
 
 
 if __name__ == "__main__":

@@ -32,12 +32,14 @@ def make_run_dir(config: MilesConfig) -> Path:
 
 def with_wandb_run(config: MilesConfig) -> MilesConfig:
     """Settle the W&B run: ``--wandb-run-id``, else the one of the checkpoint that is resumed, else
-    a new one. Checkpoints hold the config, and so the run."""
+    a new one. Checkpoints hold the config, and so the run; weights to start from hold none."""
     options = config.observability
     if not options.use_wandb or options.wandb_run_id is not None:
         return config
     folder = checkpoints.resolve_load(config.checkpoint.load, announce=False)
-    saved = {} if folder is None else checkpoints.read_metadata(folder)["config"]["observability"]
+    saved: dict[str, Any] = {}
+    if folder is not None and not checkpoints.is_weights_only(folder):
+        saved = checkpoints.read_metadata(folder)["config"]["observability"]
     run_id = saved.get("wandb_run_id") or uuid.uuid4().hex[:8]
     return replace(config, observability=replace(options, wandb_run_id=run_id))
 

@@ -47,3 +47,9 @@ def test_a_resumed_run_goes_on_in_the_run_of_its_checkpoint(tmp_path: Path) -> N
 def test_a_checkpoint_of_a_run_without_wandb_starts_a_new_one(tmp_path: Path) -> None:
     save(tmp_path, NO_RUN)
     assert wandb_run(tmp_path)
+
+
+def test_weights_to_start_from_are_no_run_that_goes_on(tmp_path: Path) -> None:
+    checkpoints.prepare_staging(tmp_path, 0, [])
+    checkpoints.publish(tmp_path, 0, {"backend": "megatron", **checkpoints.WEIGHTS_ONLY})
+    assert wandb_run(tmp_path)
