@@ -21,14 +21,16 @@ def check(config: MilesConfig) -> list[Problem]:
 
     Without a flag for the context it is the model's, so that prompts and responses have to fit too.
     """
-    length = _positions(config)
+    length, rollout = _positions(config), config.rollout
     if length is None or not needs_engines(config):
         return []
+    if rollout.sglang_context_length is not None and rollout.rollout_engine != "embedded":
+        return []  # SGLang serves beyond the model's positions when told to.
     values = values_of(config)
     open_context = all(values[dest] is None for dest in OF_THE_CONTEXT)
     dests = WITHIN_THE_CONTEXT if open_context else OF_THE_CONTEXT
     remedy = f"the model has {length} positions (config.json of --hf-checkpoint); lower it"
-    own = config.rollout.rollout_max_response_len
+    own = rollout.rollout_max_response_len
     return [
         problem(config, dest, remedy=remedy)
         for dest in dests

@@ -26,9 +26,9 @@ from tests.contract.test_engine_conformance import (
     PROMPT,
     generate,
     greedy,
+    left_running,
     start_long,
     threads,
-    url,
 )
 from tests.engine_process import (
     EngineProcess,
@@ -39,7 +39,13 @@ from tests.engine_process import (
     wait_for,
 )
 
-__all__ = ["threads", "url"]
+__all__ = ["threads"]
+
+
+@pytest.fixture
+def url(engine_url: str) -> Iterator[str]:
+    with left_running(engine_url) as url:
+        yield url
 
 
 def bucket(name: str, tensor: torch.Tensor) -> tuple[shared_memory.SharedMemory, dict[str, Any]]:
@@ -213,6 +219,12 @@ def test_a_request_that_exceeds_the_context_is_refused_with_both_numbers(url: st
         "2000 prompt tokens and max_new_tokens 49 exceed the context length 2048"
         in (answer.json["message"])
     )
+
+
+def test_a_token_outside_the_vocabulary_is_refused(url: str) -> None:
+    answer = post(url, "/generate", {"input_ids": [5, 10**6], "sampling_params": {}})
+    assert answer.status == 400
+    assert "1000000 is not a token id" in answer.json["message"]
 
 
 def test_a_request_id_that_is_running_is_refused(url: str, threads: ThreadPoolExecutor) -> None:

@@ -7,7 +7,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from miles.core import hf
-from miles.core.hf import CheckpointDirError, check_directory, text_config
+from miles.core.hf import CheckpointDirError, check_directory, dtype_name, text_config
 
 
 @pytest.fixture
@@ -103,3 +103,14 @@ def test_whether_embeddings_are_tied_is_what_the_whole_model_says() -> None:
         assert text_config(config).tie_word_embeddings is tied
     alone = AutoConfig.for_model("qwen3", tie_word_embeddings=True)
     assert text_config(alone) is alone
+
+
+def test_the_dtype_is_the_configs_or_where_it_says_none_that_of_the_weights(
+    tiny_qwen3_untied: Path, tmp_path: Path
+) -> None:
+    assert dtype_name(str(tiny_qwen3_untied)) == "bfloat16"
+    silent = Path(shutil.copytree(tiny_qwen3_untied, tmp_path / "silent"))
+    config = json.loads((silent / "config.json").read_text())
+    del config["dtype"]
+    (silent / "config.json").write_text(json.dumps(config))
+    assert dtype_name(str(silent)) == "bfloat16"

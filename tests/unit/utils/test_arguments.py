@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from miles.backends.sglang_utils import package
 from miles.backends.training_utils import checkpoints
 from miles.config.errors import ConfigError
 from miles.rollout.debug_data import save_groups
@@ -59,8 +60,12 @@ def test_reconciled_flags_are_said(valid: list[str]) -> None:
 
 
 def test_all_problems_of_a_command_line_are_reported_in_one_go(
-    valid: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    valid: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(package, "is_installed", lambda: False)
     config_file = tmp_path / "run.yaml"
     config_file.write_text("rollout_batch: 8\nmin_lr: x\n")
     argv = [
@@ -137,7 +142,6 @@ def test_a_model_type_that_nothing_can_load_is_refused(valid: list[str], model: 
     ("flags", "named"),
     [
         (("--rollout-max-context-len", "65"), "--rollout-max-context-len"),
-        (("--sglang-context-length", "65"), "--sglang-context-length"),
         (("--rollout-max-prompt-len", "64"), "--rollout-max-prompt-len"),
         (("--rollout-max-response-len", "65"), "--rollout-max-response-len"),
     ],
@@ -148,6 +152,12 @@ def test_lengths_that_the_model_does_not_have_are_refused(
     assert flags_of([*valid, *flags]) == {named}
     shorter = str(int(flags[1]) - 1)
     read_config([*valid, flags[0], shorter])
+
+
+def test_only_sglang_serves_beyond_the_models_positions(valid: list[str]) -> None:
+    beyond = [*valid, "--sglang-context-length", "65"]
+    assert flags_of([*beyond, "--rollout-engine", "embedded"]) == {"--sglang-context-length"}
+    read_config(beyond)
 
 
 def test_a_first_recorded_rollout_that_is_not_there_is_refused(
@@ -278,7 +288,10 @@ def test_a_checkpoint_given_as_the_model_says_which_flag_takes_it(
         read_config([*megatron, "--hf-checkpoint", folder])
 
 
-def test_the_sglang_engine_is_refused_with_the_way_out(valid: list[str]) -> None:
+def test_an_engine_that_is_not_installed_is_refused_with_the_way_out(
+    valid: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(package, "is_installed", lambda: False)
     with pytest.raises(ConfigError, match="--rollout-engine embedded"):
         read_config([*valid, "--rollout-engine", "sglang"])
 

@@ -6,9 +6,9 @@ from ray.util.placement_group import PlacementGroup
 from miles.config.root import MilesConfig
 from miles.ray.errors import JobError
 from miles.ray.placement import Placement, Slot
-from miles.ray.rollout.engine_factory import (
+from miles.ray.rollout.engine_launch import (
     LAUNCHERS,
-    choose_engine,
+    choose_launcher,
     require_one_device,
     require_one_machine,
 )
@@ -16,7 +16,7 @@ from miles.ray.rollout.engine_factory import (
 
 def test_the_default_engine_is_one_that_can_be_started() -> None:
     assert MilesConfig().rollout.rollout_engine == "auto"
-    assert choose_engine(MilesConfig()) in LAUNCHERS
+    assert choose_launcher(MilesConfig(), placed("10.0.0.1")) in LAUNCHERS.values()
 
 
 def placed(*nodes: str, on_gpu: bool = False) -> Placement:
