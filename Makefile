@@ -10,7 +10,7 @@ SEED ?= 0
 BACKEND ?= fsdp
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-full check docs install clean
+.PHONY: demo test test-full check docs install sglang-cpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,12 +19,21 @@ help:
 	@echo "make test-full  the slower tests"
 	@echo "make check      format, lint, types, import layers"
 	@echo "make docs       regenerate docs/configuration.md"
+	@echo "make sglang-cpu add released SGLang, for --rollout-engine sglang without a GPU"
 
 $(STAMP): pyproject.toml constraints.txt scripts/bootstrap.sh
 	@scripts/bootstrap.sh $(VENV)
 	@touch $(STAMP)
 
 install: $(STAMP)
+
+SGLANG_STAMP := $(VENV)/.sglang-cpu
+
+$(SGLANG_STAMP): $(STAMP) constraints-sglang-cpu.txt scripts/install_sglang_cpu.sh
+	@scripts/install_sglang_cpu.sh $(VENV)
+	@touch $(SGLANG_STAMP)
+
+sglang-cpu: $(SGLANG_STAMP)
 
 demo: $(STAMP)
 	@$(BIN)/python scripts/run_demo_cpu.py --seed $(SEED) --train-backend $(BACKEND)

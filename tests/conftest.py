@@ -6,10 +6,21 @@ from pathlib import Path
 
 import pytest
 
+from miles.backends.sglang_utils.package import is_installed
 from tests.ranks import Ranks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of SGLang skip where it is not installed."""
+    if is_installed():
+        return
+    absent = pytest.mark.skip(reason="sglang is not installed: make sglang-cpu")
+    for item in items:
+        if item.get_closest_marker("sglang") is not None:
+            item.add_marker(absent)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Starts embedded engine servers for tests, and talks to any engine in the plainest way."""
+"""Starts engine servers for tests, and talks to any engine in the plainest way."""
 
 import json
 import os
@@ -8,11 +8,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from miles.backends.sglang_utils.arguments import server_arguments
+from miles.config.root import MilesConfig
 
 START_TIMEOUT_S = 180.0
 CALL_TIMEOUT_S = 120.0
@@ -60,13 +63,27 @@ class EngineProcess:
 
 
 def launch(model: Path, folder: Path, *options: str, parent: int | None = None) -> EngineProcess:
-    """Start a server; ``wait_ready`` waits until it has loaded."""
+    """Start an embedded server; ``wait_ready`` waits until it has loaded."""
+    arguments = ("--model-path", str(model), *options)
+    return _start("miles.backends.embedded.server", arguments, folder, parent)
+
+
+def launch_sglang(model: Path, folder: Path, parent: int | None = None) -> EngineProcess:
+    """Start released SGLang as a job does."""
+    config = MilesConfig()
+    config = replace(config, rollout=replace(config.rollout, hf_checkpoint=str(model)))
+    arguments = server_arguments(config, index=0, num_engines=1)
+    return _start("miles.backends.sglang_utils.server", arguments, folder, parent)
+
+
+def _start(
+    module: str, arguments: Sequence[str], folder: Path, parent: int | None
+) -> EngineProcess:
     folder.mkdir(parents=True, exist_ok=True)
-    engine = [sys.executable, "-m", "miles.backends.embedded.server", "--model-path", str(model)]
     fixed = ["--ready-file", str(folder / "ready"), "--parent-pid", str(parent or os.getpid())]
     with (folder / "log.txt").open("wb") as log:
         process = subprocess.Popen(
-            [*engine, *fixed, *options],
+            [sys.executable, "-m", module, *fixed, *arguments],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=log,
             stderr=log,
@@ -76,8 +93,13 @@ def launch(model: Path, folder: Path, *options: str, parent: int | None = None) 
 
 @contextmanager
 def running_engine(model: Path, folder: Path, *options: str) -> Iterator[EngineProcess]:
-    """A server that is there for the block; SIGTERM must then end it cleanly."""
-    engine = launch(model, folder, *options)
+    """An embedded server that is there for the block; SIGTERM must then end it cleanly."""
+    with ending(launch(model, folder, *options)) as engine:
+        yield engine
+
+
+@contextmanager
+def ending(engine: EngineProcess) -> Iterator[EngineProcess]:
     try:
         yield engine.wait_ready()
     finally:

@@ -82,8 +82,32 @@ class GroupRef:
     entries: tuple[TensorSpec, ...]
 
 
-WeightRef = ShmRef | GroupRef
-"""What an engine can load from (closed union; device IPC, RDMA and disk join it)."""
+@dataclass(frozen=True, kw_only=True)
+class FlattenedRef:
+    """A bucket as SGLang serializes one (``load_format: "flattened_bucket"``): handles of a shared
+    tensor, which are good for one load by one engine."""
+
+    serialized: tuple[str, ...]
+    """One for each tensor-parallel rank of the engine."""
+
+
+WeightRef = ShmRef | FlattenedRef | GroupRef
+"""What an engine can load from (closed union; RDMA and disk join it)."""
+
+WeightFormat = Literal["shm_bucket", "flattened_bucket"]
+"""How a bucket reaches an engine on the trainer's machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFeatures:
+    """What differs between engine servers, as they say themselves."""
+
+    weight_format: WeightFormat
+    dtype: str
+    """Of the parameters: the name of a torch dtype."""
+    checksums: Literal["tensors", "fused"]
+    """What ``weight_checksums`` is of: xxh3-128 hex digests (C order) of the checkpoint's tensors,
+    or SGLang's own of its parameters, see ``miles/weight_sync/fused.py``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +138,10 @@ class EngineSet(Protocol):
 
     @property
     def gpus_per_engine(self) -> int: ...
+    def features(self) -> EngineFeatures:
+        """Those that all engines have; engines of a job do not differ."""
+        ...
+
     def pause(self, mode: PauseMode) -> None: ...
     def flush_cache(self) -> None: ...
     def begin_weight_update(self) -> None:
@@ -135,5 +163,5 @@ class EngineSet(Protocol):
 
     def destroy_weight_group(self, name: str) -> None: ...
     def weight_checksums(self) -> Sequence[Mapping[str, str]]:
-        """For each engine, tensor name -> xxh3-128 hex digest of the loaded bytes (C order)."""
+        """For each engine, name -> digest of what it loaded, as its features say."""
         ...

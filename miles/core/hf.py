@@ -50,6 +50,18 @@ def load_config(path: str) -> Any:
     return AutoConfig.from_pretrained(path, trust_remote_code=True)
 
 
+def dtype_name(path: str) -> str:
+    """The torch dtype of a checkpoint directory: what its config says, else its first tensor's."""
+    dtype = load_config(path).get_text_config().dtype
+    if dtype is None:
+        from safetensors import safe_open
+
+        file = min(Path(path).glob("*.safetensors"))
+        with safe_open(file, framework="pt") as tensors:
+            dtype = tensors.get_tensor(next(iter(tensors.keys()))).dtype
+    return str(dtype).removeprefix("torch.")
+
+
 def tensor_names(path: str) -> frozenset[str]:
     """Names in the safetensors files of a directory; empty when it has none."""
     from safetensors import safe_open

@@ -11,12 +11,15 @@ import msgspec
 from miles.contracts.engine import (
     Completion,
     EngineError,
+    EngineFeatures,
     FinishReason,
+    FlattenedRef,
     GenerateRequest,
     GroupRef,
     MemoryTag,
     PauseMode,
     ShmRef,
+    WeightFormat,
     WeightGroup,
     WeightRef,
 )
@@ -60,8 +63,22 @@ class _Version(msgspec.Struct):
     weight_version: int | str
 
 
-class _Checksums(msgspec.Struct):
+class _ServerInfo(msgspec.Struct):
+    """SGLang advertises no weight formats: it has one of its own."""
+
+    dtype: str
+    weight_formats: list[str] = []
+
+
+class _RankChecksums(msgspec.Struct):
     checksums: dict[str, str]
+
+
+class _Checksums(msgspec.Struct):
+    """The embedded engine's, or SGLang's for each tensor-parallel rank."""
+
+    checksums: dict[str, str] = {}
+    ranks: list[_RankChecksums] = []
 
 
 def http_url(host: str, port: int) -> str:
@@ -140,6 +157,7 @@ class EngineClient:
         self._control_timeout_s = timeout_s if control_timeout_s is None else control_timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._has_update_session: bool | None = None
+        self._features: EngineFeatures | None = None
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """The ``request.n`` continuations, in order."""
@@ -158,6 +176,18 @@ class EngineClient:
 
     async def server_info(self) -> dict[str, Any]:
         return self._decode("server_info", await self._call("server_info"), dict[str, Any])
+
+    async def features(self) -> EngineFeatures:
+        """What this server has that others have not. Asked once."""
+        if self._features is None:
+            info = self._decode("server_info", await self._call("server_info"), _ServerInfo)
+            embedded = "shm_bucket" in info.weight_formats
+            self._features = EngineFeatures(
+                weight_format="shm_bucket" if embedded else "flattened_bucket",
+                dtype=info.dtype,
+                checksums="tensors" if embedded else "fused",
+            )
+        return self._features
 
     async def weight_version(self) -> int:
         answer = self._decode("model_info", await self._call("model_info"), _Version)
@@ -204,14 +234,11 @@ class EngineClient:
             case ShmRef():
                 entries = [(s.name, s.dtype, s.shape, offset) for s, offset in ref.entries]
                 payload = {"shm": ref.shm_name, "nbytes": ref.num_bytes, "entries": entries}
-                await self._command(
-                    "update_weights_from_tensor",
-                    {
-                        "load_format": "shm_bucket",
-                        "serialized_named_tensors": [msgspec.json.encode(payload).decode()],
-                        **update,
-                    },
+                await self._load_tensor(
+                    "shm_bucket", [msgspec.json.encode(payload).decode()], update
                 )
+            case FlattenedRef():
+                await self._load_tensor("flattened_bucket", ref.serialized, update)
             case GroupRef():
                 await self._command(
                     "update_weights_from_distributed",
@@ -223,6 +250,14 @@ class EngineClient:
                         **update,
                     },
                 )
+
+    async def _load_tensor(
+        self, load_format: WeightFormat, serialized: Sequence[str], update: Mapping[str, Any]
+    ) -> None:
+        await self._command(
+            "update_weights_from_tensor",
+            {"load_format": load_format, "serialized_named_tensors": serialized, **update},
+        )
 
     async def load_disk(self, path: str, version: int) -> None:
         """Load a Hugging Face directory that the engine can read."""
@@ -250,9 +285,17 @@ class EngineClient:
         await self._command("destroy_weights_update_group", {"group_name": name})
 
     async def weight_checksums(self) -> dict[str, str]:
-        """Tensor name -> xxh3-128 hex digest of its bytes."""
+        """Name -> digest, of what ``features`` says.
+
+        Raises ``EngineError`` for an engine of several ranks: each holds a part of a parameter."""
         answer = await self._command("weights_checker", {"action": "checksum"})
-        return self._decode("weights_checker", answer, _Checksums).checksums
+        found = self._decode("weights_checker", answer, _Checksums)
+        if len(found.ranks) > 1:
+            raise EngineError(
+                f"{self.url}/weights_checker: checksums of {len(found.ranks)} ranks; parameters "
+                "that are divided cannot be compared"
+            )
+        return found.ranks[0].checksums if found.ranks else found.checksums
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         await self._call("release_memory_occupation", {"tags": list(tags)})

@@ -8,7 +8,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from miles.contracts.engine import EngineError, PauseMode, WeightGroup, WeightRef
+from miles.contracts.engine import (
+    EngineError,
+    EngineFeatures,
+    PauseMode,
+    WeightGroup,
+    WeightRef,
+)
 from miles.rollout.engine_client import EngineClient
 
 # What a caller waits beyond the client's own time-out before it takes the event loop for dead.
@@ -97,6 +103,12 @@ class HttpEngineSet:
     @property
     def gpus_per_engine(self) -> int:
         return self._addresses.gpus_per_engine
+
+    def features(self) -> EngineFeatures:
+        found = set(self._call(EngineClient.features))
+        if len(found) != 1:
+            raise EngineError(f"the engines differ from each other: {found}")
+        return found.pop()
 
     def pause(self, mode: PauseMode) -> None:
         self._call(lambda client: client.pause(mode))

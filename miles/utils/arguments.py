@@ -12,6 +12,7 @@ from dataclasses import replace
 from miles.backends.fsdp_utils import arguments as fsdp_arguments
 from miles.backends.megatron_utils import arguments as megatron_arguments
 from miles.backends.megatron_utils.namespace import add_miles_arguments
+from miles.backends.sglang_utils import rules as sglang_rules
 from miles.backends.training_utils.checkpoints import check_load, holds_steps
 from miles.config import rules
 from miles.config.command_line import CommandLine, Foreign, read_command_line, unknown_flag
@@ -67,7 +68,7 @@ def read_config(argv: Sequence[str]) -> tuple[MilesConfig, list[str]]:
 def check_all(config: MilesConfig, given: frozenset[str]) -> list[Problem]:
     """Everything wrong with a resolved config but what its backend finds: rules, engine, files,
     user code."""
-    problems = [*rules.check(config, given), *_check_engine(config)]
+    problems = [*rules.check(config, given), *sglang_rules.check(config)]
     for check in OUTSIDE_CHECKS:
         problems += check(config)
     return problems
@@ -104,13 +105,6 @@ def _of_the_other_backend(config: MilesConfig, given: frozenset[str], other: str
         for spec in flag_specs(MilesConfig)
         if spec.dest in given and (spec.group == other or f"_{other}_" in spec.dest)
     ]
-
-
-def _check_engine(config: MilesConfig) -> list[Problem]:
-    if config.rollout.rollout_engine != "sglang":
-        return []
-    remedy = "this version has no SGLang engine yet; use --rollout-engine embedded"
-    return [problem(config, "rollout_engine", remedy=remedy)]
 
 
 def _without_consequences(problems: Sequence[Problem], line: CommandLine) -> list[Problem]:

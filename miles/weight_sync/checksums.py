@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -11,16 +12,41 @@ from torch import Tensor
 CHUNK_BYTES = 64 * 1024**2
 
 
+class Digests(Protocol):
+    """Digests of what is sent, in the names and by the hash of the engines' own."""
+
+    def add(self, name: str, tensor: Tensor) -> None: ...
+    def result(self) -> Mapping[str, str]: ...
+
+
+class TensorDigests:
+    """One digest for each tensor of the checkpoint: ``checksum``."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, str] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self._digests[name] = checksum(tensor)
+
+    def result(self) -> Mapping[str, str]:
+        return self._digests
+
+
 def checksum(tensor: Tensor) -> str:
     """xxh3-128 hex digest of the tensor's bytes in C order (any dtype, shape, stride, device)."""
     digest = xxhash.xxh3_128()
+    feed(digest, tensor)
+    return digest.hexdigest()
+
+
+def feed(digest: Any, tensor: Tensor) -> None:
+    """Update a digest with the tensor's bytes in C order."""
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel() > 0:
         for chunk in flat.view(torch.uint8).split(CHUNK_BYTES):
             # Bound to a name: a copy from a device must outlive the view of its bytes.
             host = chunk.cpu()
             digest.update(_bytes_of(host))
-    return digest.hexdigest()
 
 
 def _bytes_of(flat: Tensor) -> ctypes.Array[ctypes.c_char]:

@@ -7,15 +7,18 @@ half-old, half-new weights. The next push, or an engine restart, heals it.
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
+import torch
+
 from miles.config.root import MilesConfig
-from miles.contracts.engine import EngineError, EngineSet, PauseMode
+from miles.contracts.engine import EngineError, EngineFeatures, EngineSet, PauseMode
 from miles.contracts.transport import WeightTransport
 from miles.contracts.types import NamedTensor
-from miles.core import distributed
+from miles.core import distributed, hf
 from miles.core.registry import Registry
 from miles.core.timer import Timer
 from miles.weight_sync.buckets import bucketize
-from miles.weight_sync.checksums import checksum, compare
+from miles.weight_sync.checksums import Digests, TensorDigests, compare
+from miles.weight_sync.fused import FusedDigests, Table, fuse_table
 
 COLOCATED = "colocated"
 """Chosen by layout, never by flag."""
@@ -39,7 +42,8 @@ class WeightMismatchError(EngineError):
 class WeightSync:
     """Pushes the trainer's weights into the engines; every rank holds one and calls ``push``.
 
-    ``check`` compares the checksum of every tensor after every update.
+    ``check`` compares the checksum of every tensor after every update; ``fused`` says how engines
+    fuse this model's, for those that do.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class WeightSync:
         max_bytes: int,
         pause_mode: PauseMode = "retract",
         check: bool = False,
+        fused: Table | None = None,
     ) -> None:
         self.transport = transport
         self._max_bytes = max_bytes
@@ -56,7 +61,8 @@ class WeightSync:
         self._check = check
         self._connected_to: tuple[tuple[str, ...], int] | None = None
         self._timer = Timer()
-        self._digests: dict[str, str] = {}
+        self._fused = fused
+        self._digests: Digests | None = None
         self.version = 0
         """Of the last update that succeeded; settable when a run resumes."""
         self.last_timings: dict[str, float] = {}
@@ -70,7 +76,7 @@ class WeightSync:
         error on any rank (``EngineError`` for an engine's) is raised on all of them.
         """
         version = self.version + 1
-        self._digests = {}
+        self._digests = None
         try:
             self._together("pause", lambda: self._open(engines), on=self._is_main)
             self._together("connect", lambda: self._connect(engines), on=self._is_source)
@@ -121,6 +127,18 @@ class WeightSync:
             self._connected_to = None
             self.transport.connect(engines)
             self._connected_to = wanted
+        if self._check:
+            self._digests = self._new_digests(engines.features())
+
+    def _new_digests(self, features: EngineFeatures) -> Digests:
+        if features.checksums == "tensors":
+            return TensorDigests()
+        if self._fused is None:
+            raise EngineError(
+                "the engines' checksums are of fused parameters, and there is no table of them for "
+                "this model: leave out --check-weight-update-equal"
+            )
+        return FusedDigests(self._fused, getattr(torch, features.dtype))
 
     def _stream(self, engines: EngineSet, weights: Iterable[NamedTensor], version: int) -> None:
         """Send every bucket. After a failure the weights are still read to the end: other ranks
@@ -147,14 +165,15 @@ class WeightSync:
                 weight = next(gathered, None)
             if weight is None:
                 return
-            if self._check and self._is_source:
+            if self._digests is not None:
                 with self._timer.span("digest"):
-                    self._digests[weight.name] = checksum(weight.tensor)
+                    self._digests.add(weight.name, weight.tensor)
             yield weight
 
     def _compare(self, engines: EngineSet) -> None:
         """Compare what all source ranks read from the trainer with what each engine holds."""
-        sent = {k: v for part in distributed.gather_objects(self._digests) for k, v in part.items()}
+        mine = {} if self._digests is None else self._digests.result()
+        sent = {k: v for part in distributed.gather_objects(mine) for k, v in part.items()}
 
         def check() -> None:
             for url, held in zip(engines.urls, engines.weight_checksums(), strict=True):
@@ -180,12 +199,14 @@ class WeightSync:
 def make_weight_sync(config: MilesConfig) -> WeightSync:
     """The session that the flags ask for; the layout picks the transport."""
     settings = config.weight_sync
+    check = settings.check_weight_update_equal
     name = COLOCATED if config.cluster.colocate else settings.update_weight_transfer_mode
     return WeightSync(
         TRANSPORTS.load(name)(timeout_s=settings.update_weight_timeout_s),
         max_bytes=settings.update_weight_buffer_size,
         pause_mode=config.rollout.pause_generation_mode,
-        check=settings.check_weight_update_equal,
+        check=check,
+        fused=fuse_table(hf.load_config(str(config.rollout.hf_checkpoint))) if check else None,
     )
 
 

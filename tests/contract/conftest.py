@@ -1,11 +1,11 @@
-"""An engine that the contract tests share."""
+"""Engines that the contract tests share."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.engine_process import running_engine
+from tests.engine_process import EngineProcess, ending, launch_sglang, running_engine
 
 ENGINE_ROWS = 20
 """Sequences that the shared engine runs at once: few, so that tests fill it."""
@@ -29,7 +29,7 @@ def write_sharp_model(path: Path, seed: int) -> Path:
 
 @pytest.fixture(scope="session")
 def engine_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory that ``engine_url`` serves."""
+    """The directory that the shared engines serve."""
     return write_sharp_model(tmp_path_factory.mktemp("models") / "sharp", seed=0)
 
 
@@ -39,3 +39,17 @@ def engine_url(engine_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     options = ("--max-running-requests", str(ENGINE_ROWS))
     with running_engine(engine_model, tmp_path_factory.mktemp("engine"), *options) as engine:
         yield engine.url
+
+
+@pytest.fixture(scope="session")
+def sglang_engine(
+    engine_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineProcess]:
+    """Released SGLang that serves ``engine_model``."""
+    with ending(launch_sglang(engine_model, tmp_path_factory.mktemp("sglang"))) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def sglang_url(sglang_engine: EngineProcess) -> str:
+    return sglang_engine.url

@@ -26,9 +26,9 @@ from tests.contract.test_engine_conformance import (
     PROMPT,
     generate,
     greedy,
+    left_running,
     start_long,
     threads,
-    url,
 )
 from tests.engine_process import (
     EngineProcess,
@@ -39,7 +39,13 @@ from tests.engine_process import (
     wait_for,
 )
 
-__all__ = ["threads", "url"]
+__all__ = ["threads"]
+
+
+@pytest.fixture
+def url(engine_url: str) -> Iterator[str]:
+    with left_running(engine_url) as url:
+        yield url
 
 
 def bucket(name: str, tensor: torch.Tensor) -> tuple[shared_memory.SharedMemory, dict[str, Any]]:

@@ -1,14 +1,10 @@
 """Weight sync end to end: two trainer ranks, each transport, real engine servers."""
 
 import asyncio
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,44 +18,16 @@ from miles.rollout.engine_set import HttpEngineSet
 from miles.weight_sync.checksums import checksum
 from miles.weight_sync.session import WeightMismatchError
 from tests.contract.trainer_ranks import TrainerRanks, new_weights
+from tests.engine_process import EngineProcess, launch
 
 TRANSPORTS = ["colocated", "broadcast"]
 PROMPT = [5, 17, 30, 9]
-START_TIMEOUT_S = 120.0
-
-
-@dataclass
-class EngineProcess:
-    process: subprocess.Popen[bytes]
-    url: str
 
 
 def start_engines(model: Path, folder: Path, count: int) -> list[EngineProcess]:
     """Side by side, because most of a start is imports."""
-    folders = [folder / str(i) for i in range(count)]
-    processes = [_launch(model, one) for one in folders]
-    return [_ready(p, one) for p, one in zip(processes, folders, strict=True)]
-
-
-def _launch(model: Path, folder: Path) -> subprocess.Popen[bytes]:
-    folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "miles.backends.embedded.server", "--model-path", str(model)]
-    with (folder / "log.txt").open("wb") as log:
-        return subprocess.Popen(
-            [*command, "--ready-file", str(folder / "ready"), "--parent-pid", str(os.getpid())],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=log,
-        )
-
-
-def _ready(process: subprocess.Popen[bytes], folder: Path) -> EngineProcess:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not (folder / "ready").exists():
-        assert process.poll() is None, (folder / "log.txt").read_text()
-        assert time.monotonic() < deadline, "the engine did not start"
-        time.sleep(0.05)
-    return EngineProcess(process, json.loads((folder / "ready").read_text())["url"])
+    engines = [launch(model, folder / str(i)) for i in range(count)]
+    return [engine.wait_ready() for engine in engines]
 
 
 def stop(engines: list[EngineProcess]) -> None:

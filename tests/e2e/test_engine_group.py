@@ -11,12 +11,13 @@ import pytest
 
 from miles.config.root import MilesConfig
 from miles.ray.placement import plan_layout, reserve
-from miles.ray.rollout import engine_factory
-from miles.ray.rollout.engine_factory import EngineGroup, EngineLaunch
+from miles.ray.rollout import engine_launch
+from miles.ray.rollout.engine_factory import EngineGroup
+from miles.ray.rollout.engine_launch import EngineLaunch
 from miles.rollout.engine_client import EngineClient
 
 
-def never_ready(config: MilesConfig, log_file: Path) -> EngineLaunch:
+def never_ready(config: MilesConfig, index: int, log_file: Path) -> EngineLaunch:
     """A server that loads for longer than anybody waits."""
     command = (sys.executable, "-c", "import time; time.sleep(120)")
     return EngineLaunch(command=command, environment={}, log_file=str(log_file))
@@ -31,11 +32,7 @@ def one_engine(model: Path | None = None) -> MilesConfig:
 def test_engines_that_still_load_are_stopped_at_once(
     ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        engine_factory,
-        "LAUNCHERS",
-        engine_factory.Registry("engine", {"embedded": f"{__name__}:never_ready"}),
-    )
+    monkeypatch.setitem(engine_launch.LAUNCHERS, "embedded", never_ready)
     config = one_engine()
     layout = plan_layout(config, with_engines=True, with_trainer=False)
 

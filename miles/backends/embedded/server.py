@@ -17,14 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import psutil
 import uvicorn
 from transformers.utils import logging as transformers_logging
 
 from miles.backends.embedded.api import Holder, make_app
 from miles.backends.embedded.engine import Engine, EngineSettings
 from miles.core import logging
+from miles.core.owned import Owner, write_ready_file
 from miles.rollout.engine_client import http_url
 
 log = logging.get(__name__)
@@ -123,13 +122,6 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def write_ready_file(path: Path, url: str) -> None:
-    """Atomically: a reader sees nothing or all of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_bytes(msgspec.json.encode({"url": url, "pid": os.getpid()}))
-    partial.replace(path)
-
-
 def _load(server: Server, settings: EngineSettings, ready_file: Path | None, url: str) -> None:
     transformers_logging.disable_progress_bar()
     try:
@@ -150,19 +142,10 @@ def _load(server: Server, settings: EngineSettings, ready_file: Path | None, url
 
 
 def _watch(server: Server, parent_pid: int | None) -> None:
-    """End when the parent or the scheduler has ended.
-
-    Polling, not PR_SET_PDEATHSIG: that one fires when the *thread* that started this process ends.
-    """
-    parent = None
-    if parent_pid is not None:
-        try:
-            parent = psutil.Process(parent_pid)
-        except psutil.NoSuchProcess:
-            server.end(f"the parent {parent_pid} is gone")
-            return
+    """End when the parent or the scheduler has ended."""
+    parent = None if parent_pid is None else Owner(parent_pid)
     while not (server.finished.wait(WATCH_INTERVAL_S) or server.should_exit):
-        if parent is not None and not _lives(parent):
+        if parent is not None and not parent.lives():
             server.end("the parent process ended")
         engine = server.holder.engine
         if engine is not None and not engine.scheduler.alive:
@@ -171,13 +154,6 @@ def _watch(server: Server, parent_pid: int | None) -> None:
     # keep the process.
     if not server.finished.wait(2 * SHUTDOWN_GRACE_S):
         os._exit(1)
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def main(argv: Sequence[str] | None = None) -> int:

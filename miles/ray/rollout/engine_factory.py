@@ -6,11 +6,9 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,10 @@ from ray.exceptions import RayError
 
 from miles.config.root import MilesConfig
 from miles.contracts.engine import EngineError
-from miles.core import device, logging
-from miles.core.registry import Registry
+from miles.core import logging
 from miles.ray.errors import JobError, call, gather, kill
 from miles.ray.placement import Layout, Placement
+from miles.ray.rollout.engine_launch import EngineLaunch, choose_launcher, require_one_machine
 from miles.rollout.engine_client import EngineClient
 from miles.rollout.engine_set import EngineAddresses
 
@@ -32,66 +30,6 @@ READY_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 10.0
 SHARE_OF_A_SLOT = 0.2
 LAST_LINES = 15
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineLaunch:
-    """How to start one engine server."""
-
-    command: tuple[str, ...]
-    """Without ``--ready-file``, which the holder adds."""
-    environment: Mapping[str, str]
-    log_file: str
-
-
-def embedded_launch(config: MilesConfig, log_file: Path) -> EngineLaunch:
-    """The embedded server for this job's flags."""
-    rollout = config.rollout
-    arguments: dict[str, object] = {
-        "--model-path": rollout.hf_checkpoint,
-        "--dtype": "float16" if config.precision.fp16 else "auto",
-        "--log-level": rollout.sglang_log_level.lower(),
-        "--context-length": rollout.sglang_context_length,
-        "--max-running-requests": rollout.sglang_max_running_requests,
-    }
-    num_engines = (
-        config.cluster.rollout_num_gpus or 1
-    ) // config.cluster.rollout_num_gpus_per_engine
-    pairs = [str(x) for k, v in arguments.items() if v is not None for x in (k, v)]
-    return EngineLaunch(
-        command=(sys.executable, "-m", "miles.backends.embedded.server", *pairs),
-        environment={
-            "TOKENIZERS_PARALLELISM": "false",
-            **device.thread_environment(num_engines),
-        },
-        log_file=str(log_file),
-    )
-
-
-LAUNCHERS: Registry[Any] = Registry("rollout engine", {"embedded": f"{__name__}:embedded_launch"})
-
-
-def choose_engine(config: MilesConfig) -> str:
-    """The name in ``LAUNCHERS`` that ``--rollout-engine`` stands for, said in the log."""
-    name = config.rollout.rollout_engine
-    if name != "auto":
-        return name
-    logger.info("--rollout-engine auto: embedded (this version has no SGLang engine)")
-    return "embedded"
-
-
-def require_one_machine(placement: Placement, here: str) -> None:
-    """The embedded server listens on loopback: all slots must be on the machine of the driver.
-
-    Raises ``JobError``.
-    """
-    elsewhere = sorted({slot.node_ip for slot in placement.slots} - {here})
-    if elsewhere:
-        raise JobError(
-            f"the embedded engine serves one machine alone, but of the reserved slots some are on "
-            f"{', '.join(elsewhere)} and not on {here}: ask for no more slots than {here} has "
-            "(--actor-num-nodes, --actor-num-gpus-per-node, --rollout-num-gpus)"
-        )
 
 
 class EngineHolder:
@@ -120,7 +58,14 @@ class EngineHolder:
             return self._wait_until_ready(ready)
 
     def alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        """Does not reap a server that ended: until ``stop`` its process group keeps its id."""
+        if self._process is None or self._process.returncode is not None:
+            return False
+        try:
+            flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            return os.waitid(os.P_PID, self._process.pid, flags) is None
+        except ChildProcessError:  # `stop`, in the other thread, has just reaped it.
+            return False
 
     def last_lines(self) -> str:
         """The server's own last words."""
@@ -131,20 +76,23 @@ class EngineHolder:
         return None if self._process is None else self._process.pid
 
     def stop(self) -> None:
-        """End the server: politely, then for good."""
-        if self._process is None or self._process.poll() is not None:
+        """End the server with all its processes: politely, then for good."""
+        if self._process is None or self._process.returncode is not None:
             return
-        self._process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_TIMEOUT_S)
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait(STOP_TIMEOUT_S)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        if self.alive():
+            os.kill(self._process.pid, signal.SIGTERM)
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(STOP_TIMEOUT_S)
 
     def _wait_until_ready(self, ready: Path) -> str:
         deadline = time.monotonic() + READY_TIMEOUT_S
         while not ready.exists():
             if not self.alive():
+                self.stop()
                 raise RuntimeError(f"the engine server ended at start:\n{self.last_lines()}")
             if time.monotonic() > deadline:
                 self.stop()
@@ -160,10 +108,8 @@ class EngineGroup:
         self, config: MilesConfig, layout: Layout, placement: Placement, log_dir: Path
     ) -> None:
         self._config = config
-        kind = choose_engine(config)
-        if kind == "embedded":
-            require_one_machine(placement, ray.util.get_node_ip_address())
-        self._launch = LAUNCHERS.load(kind)
+        require_one_machine(placement, ray.util.get_node_ip_address())
+        self._launch = choose_launcher(config)
         self._placement = placement
         self._log_dir = log_dir
         self._slots = layout.engine_slots
@@ -255,7 +201,7 @@ class EngineGroup:
         return ray.remote(EngineHolder).options(max_concurrency=2, **options).remote(index)
 
     async def _start(self, index: int) -> None:
-        launch = self._launch(self._config, self.log_file(index))
+        launch = self._launch(self._config, index, self.log_file(index))
         self._urls[index] = await call(
             f"engine {index}", self._holders[index].start.remote(launch), during="start"
         )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from miles.backends.sglang_utils import package
 from miles.backends.training_utils import checkpoints
 from miles.config.errors import ConfigError
 from miles.utils.arguments import get_miles_extra_args_provider, parse_args, read_config
@@ -54,8 +55,12 @@ def test_reconciled_flags_are_said(valid: list[str]) -> None:
 
 
 def test_all_problems_of_a_command_line_are_reported_in_one_go(
-    valid: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    valid: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(package, "is_installed", lambda: False)
     config_file = tmp_path / "run.yaml"
     config_file.write_text("rollout_batch: 8\nmin_lr: x\n")
     argv = [
@@ -218,7 +223,10 @@ def test_a_checkpoint_given_as_the_model_says_which_flag_takes_it(
         read_config([*megatron, "--hf-checkpoint", folder])
 
 
-def test_the_sglang_engine_is_refused_with_the_way_out(valid: list[str]) -> None:
+def test_an_engine_that_is_not_installed_is_refused_with_the_way_out(
+    valid: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(package, "is_installed", lambda: False)
     with pytest.raises(ConfigError, match="--rollout-engine embedded"):
         read_config([*valid, "--rollout-engine", "sglang"])
 

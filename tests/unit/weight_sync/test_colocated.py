@@ -8,7 +8,8 @@ import torch
 
 from miles.contracts.engine import EngineError
 from miles.contracts.types import NamedTensor, WeightBucket
-from miles.weight_sync.colocated import ColocatedTransport, Slot, fill, layout
+from miles.weight_sync.colocated import ColocatedTransport, Slot
+from miles.weight_sync.shared_memory import ShmSegment, fill, layout
 
 
 def segments() -> list[str]:
@@ -30,37 +31,39 @@ def test_tensors_start_at_multiples_of_64_bytes() -> None:
 
 
 def test_a_filled_segment_holds_each_tensors_bytes_at_its_offset() -> None:
-    slot = Slot()
+    segment = ShmSegment()
     tensors = bucket(2, 0, 1)
     offsets, num_bytes = layout(tensors)
-    shm = slot.reserve(num_bytes)
+    shm = segment.reserve(num_bytes)
     fill(shm, tensors, offsets)
     assert shm.buf is not None
     # bf16: 1.0 is 0x3f80, 3.0 is 0x4040.
     assert bytes(shm.buf[:4]) == b"\x80\x3f\x80\x3f"
     assert bytes(shm.buf[64:66]) == b"\x40\x40"
-    slot.release()
+    segment.release()
     assert segments() == []
 
 
-def test_a_slot_keeps_its_segment_until_a_larger_one_is_needed() -> None:
-    slot = Slot()
-    first = slot.reserve(4096).name
-    assert slot.reserve(100).name == first
-    assert slot.reserve(4097).name != first
+def test_a_segment_is_kept_until_a_larger_one_is_needed() -> None:
+    segment = ShmSegment()
+    first = segment.reserve(4096).name
+    assert segment.reserve(100).name == first
+    assert segment.reserve(4097).name != first
     assert len(segments()) == 1
-    slot.release()
-    slot.release()
+    segment.release()
+    segment.release()
     assert segments() == []
 
 
-def test_a_slot_waits_for_the_load_that_reads_it_and_raises_its_failure() -> None:
-    slot = Slot()
+def test_a_slot_waits_for_the_loads_that_read_it_and_raises_their_failure() -> None:
+    slot = Slot(ShmSegment())
+    done: Future[None] = Future()
+    done.set_result(None)
     load: Future[None] = Future()
-    slot.submitted(load)
+    slot.submitted([done, load])
     with pytest.raises(TimeoutError):
         slot.wait(0.01)
-    slot.submitted(load)
+    slot.submitted([done, load])
     load.set_exception(EngineError("no such tensor"))
     with pytest.raises(EngineError, match="no such tensor"):
         slot.wait(1)
@@ -68,11 +71,11 @@ def test_a_slot_waits_for_the_load_that_reads_it_and_raises_its_failure() -> Non
 
 
 def test_too_little_shared_memory_is_an_error_that_names_the_remedy_and_leaves_nothing() -> None:
-    slot = Slot()
+    segment = ShmSegment()
     system = os.statvfs("/dev/shm")
     with pytest.raises(OSError, match=r"--shm-size\) or lower --update-weight-buffer-size"):
-        slot.reserve((system.f_blocks + 1) * system.f_frsize)
-    slot.release()
+        segment.reserve((system.f_blocks + 1) * system.f_frsize)
+    segment.release()
     assert segments() == []
 
 

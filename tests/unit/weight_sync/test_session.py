@@ -10,6 +10,7 @@ import torch
 from miles.config.root import MilesConfig
 from miles.contracts.types import NamedTensor
 from miles.weight_sync.broadcast import BroadcastTransport
+from miles.weight_sync.checksums import TensorDigests
 from miles.weight_sync.colocated import ColocatedTransport
 from miles.weight_sync.session import TRANSPORTS, WeightSync, make_weight_sync
 
@@ -36,6 +37,7 @@ def test_a_digest_that_fails_leaves_no_weight_ungathered() -> None:
             yield NamedTensor(str(number), torch.ones(2, device="meta"))
 
     sync = WeightSync(ColocatedTransport(timeout_s=1), max_bytes=100, check=True)
+    sync._digests = TensorDigests()
     no_engine: Any = None
     with pytest.raises(NotImplementedError):
         sync._stream(no_engine, weights(), 1)

@@ -6,12 +6,12 @@ from ray.util.placement_group import PlacementGroup
 from miles.config.root import MilesConfig
 from miles.ray.errors import JobError
 from miles.ray.placement import Placement, Slot
-from miles.ray.rollout.engine_factory import LAUNCHERS, choose_engine, require_one_machine
+from miles.ray.rollout.engine_launch import LAUNCHERS, choose_launcher, require_one_machine
 
 
 def test_the_default_engine_is_one_that_can_be_started() -> None:
     assert MilesConfig().rollout.rollout_engine == "auto"
-    assert choose_engine(MilesConfig()) in LAUNCHERS
+    assert choose_launcher(MilesConfig()) in LAUNCHERS.values()
 
 
 def placed(*nodes: str) -> Placement:

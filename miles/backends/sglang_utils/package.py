@@ -1,0 +1,57 @@
+"""Which SGLang is there, without importing it (that takes seconds), and which engine a job gets."""
+
+import importlib.metadata
+import importlib.util
+
+from miles.config.errors import Problem
+from miles.config.root import MilesConfig
+
+PLATFORM_GROUP = "sglang.srt.platforms"
+PLATFORM_NAME = "miles_cpu"
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec("sglang") is not None
+
+
+def choose_engine(config: MilesConfig) -> tuple[str, str]:
+    """The engine that ``--rollout-engine`` stands for, ``sglang`` or ``embedded``, and why."""
+    name = config.rollout.rollout_engine
+    if name != "auto":
+        return name, "asked for"
+    if config.rollout.deterministic_rollout:
+        return "embedded", "--deterministic-rollout needs it"
+    if not is_installed():
+        return "embedded", "sglang is not installed"
+    if not has_accelerator():
+        return "embedded", "there is no accelerator"
+    return "sglang", "there are an accelerator and the sglang package"
+
+
+def has_accelerator() -> bool:
+    """Imports torch, which ``--help`` and most command lines can do without."""
+    from miles.core import device
+
+    return device.has_accelerator()
+
+
+def problem() -> Problem | None:
+    """Why SGLang cannot serve here; ``None`` when it can."""
+    if not is_installed():
+        remedy = (
+            "needs sglang, which is not installed: run `make sglang-cpu` on a machine without an "
+            "accelerator, pip install sglang on one with, or use --rollout-engine embedded"
+        )
+        return Problem("--rollout-engine", "sglang", remedy)
+    if not has_accelerator() and not _has_cpu_platform():
+        remedy = (
+            "serves without an accelerator through an entry point of Miles, which this "
+            "installation of it does not declare: pip install --no-deps -e . (or use "
+            "--rollout-engine embedded)"
+        )
+        return Problem("--rollout-engine", "sglang", remedy)
+    return None
+
+
+def _has_cpu_platform() -> bool:
+    return PLATFORM_NAME in importlib.metadata.entry_points(group=PLATFORM_GROUP).names

@@ -1,0 +1,92 @@
+"""How the engine servers of a job are started: which kind, and the command line of each."""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles.backends.sglang_utils.arguments import cpu_arguments, server_arguments
+from miles.backends.sglang_utils.package import choose_engine
+from miles.config.root import MilesConfig
+from miles.core import device, logging
+from miles.ray.errors import JobError
+from miles.ray.placement import Placement
+
+logger = logging.get(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLaunch:
+    """How to start one engine server."""
+
+    command: tuple[str, ...]
+    """Without ``--ready-file`` and ``--parent-pid``, which the holder adds and every server of ours
+    takes."""
+    environment: Mapping[str, str]
+    log_file: str
+
+
+Launcher = Callable[[MilesConfig, int, Path], EngineLaunch]
+"""The launch of the engine at a position, with its log file."""
+
+
+def embedded_launch(config: MilesConfig, index: int, log_file: Path) -> EngineLaunch:
+    """The embedded server for this job's flags."""
+    rollout = config.rollout
+    arguments: dict[str, object] = {
+        "--model-path": rollout.hf_checkpoint,
+        "--dtype": "float16" if config.precision.fp16 else "auto",
+        "--log-level": rollout.sglang_log_level.lower(),
+        "--context-length": rollout.sglang_context_length,
+        "--max-running-requests": rollout.sglang_max_running_requests,
+    }
+    pairs = [str(x) for k, v in arguments.items() if v is not None for x in (k, v)]
+    return _launch("miles.backends.embedded.server", pairs, config, log_file)
+
+
+def sglang_launch(config: MilesConfig, index: int, log_file: Path) -> EngineLaunch:
+    """Released SGLang for this job's flags."""
+    arguments = server_arguments(config, index, num_engines(config))
+    return _launch("miles.backends.sglang_utils.server", arguments, config, log_file)
+
+
+LAUNCHERS: dict[str, Launcher] = {"embedded": embedded_launch, "sglang": sglang_launch}
+
+
+def num_engines(config: MilesConfig) -> int:
+    return (config.cluster.rollout_num_gpus or 1) // config.cluster.rollout_num_gpus_per_engine
+
+
+def choose_launcher(config: MilesConfig) -> Launcher:
+    """The launcher that ``--rollout-engine`` stands for, said in the log."""
+    kind, reason = choose_engine(config)
+    logger.info("--rollout-engine %s: %s (%s)", config.rollout.rollout_engine, kind, reason)
+    if kind == "sglang" and not device.has_accelerator():
+        arguments = " ".join(cpu_arguments(config, num_engines(config)))
+        logger.info("SGLang without an accelerator runs with %s", arguments)
+    return LAUNCHERS[kind]
+
+
+def require_one_machine(placement: Placement, here: str) -> None:
+    """Engine servers listen on loopback: all slots must be on the machine of the driver.
+
+    Raises ``JobError``.
+    """
+    elsewhere = sorted({slot.node_ip for slot in placement.slots} - {here})
+    if elsewhere:
+        raise JobError(
+            f"engines serve one machine alone, but of the reserved slots some are on "
+            f"{', '.join(elsewhere)} and not on {here}: ask for no more slots than {here} has "
+            "(--actor-num-nodes, --actor-num-gpus-per-node, --rollout-num-gpus)"
+        )
+
+
+def _launch(module: str, arguments: list[str], config: MilesConfig, log_file: Path) -> EngineLaunch:
+    return EngineLaunch(
+        command=(sys.executable, "-m", module, *arguments),
+        environment={
+            "TOKENIZERS_PARALLELISM": "false",
+            **device.thread_environment(num_engines(config)),
+        },
+        log_file=str(log_file),
+    )
