@@ -84,6 +84,8 @@ RANGES: dict[str, Range] = {
     "sglang_server_concurrency": COUNT,
     "sglang_context_length": COUNT,
     "sglang_max_running_requests": COUNT,
+    "sglang_max_total_tokens": COUNT,
+    "sglang_mem_fraction_static": Range(above=0, below=1, why="a share of the device's memory"),
     "rollout_health_check_interval": NOT_NEGATIVE,
     "rollout_health_check_timeout": POSITIVE,
     "rollout_request_timeout_s": POSITIVE,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles.backends.sglang_utils.arguments import cpu_arguments, server_arguments
+from miles.backends.sglang_utils.arguments import machine_arguments, server_arguments
 from miles.backends.sglang_utils.package import choose_engine
 from miles.config.root import MilesConfig
 from miles.core import device, logging
@@ -35,13 +35,19 @@ def embedded_launch(config: MilesConfig, index: int, log_file: Path) -> EngineLa
     rollout = config.rollout
     arguments: dict[str, object] = {
         "--model-path": rollout.hf_checkpoint,
-        "--dtype": "float16" if config.precision.fp16 else "auto",
+        "--dtype": _embedded_dtype(config),
         "--log-level": rollout.sglang_log_level.lower(),
         "--context-length": rollout.sglang_context_length,
         "--max-running-requests": rollout.sglang_max_running_requests,
+        "--max-total-tokens": rollout.sglang_max_total_tokens,
     }
     pairs = [str(x) for k, v in arguments.items() if v is not None for x in (k, v)]
     return _launch("miles.backends.embedded.server", pairs, config, log_file)
+
+
+def _embedded_dtype(config: MilesConfig) -> str:
+    dtype = config.rollout.sglang_dtype
+    return "float16" if dtype == "auto" and config.precision.fp16 else dtype
 
 
 def sglang_launch(config: MilesConfig, index: int, log_file: Path) -> EngineLaunch:
@@ -61,9 +67,11 @@ def choose_launcher(config: MilesConfig) -> Launcher:
     """The launcher that ``--rollout-engine`` stands for, said in the log."""
     kind, reason = choose_engine(config)
     logger.info("--rollout-engine %s: %s (%s)", config.rollout.rollout_engine, kind, reason)
-    if kind == "sglang" and not device.has_accelerator():
-        arguments = " ".join(cpu_arguments(config, num_engines(config)))
-        logger.info("SGLang without an accelerator runs with %s", arguments)
+    if kind == "sglang":
+        arguments = machine_arguments(config, num_engines(config))
+        where = "shares its devices" if device.has_accelerator() else "has no accelerator"
+        if arguments:
+            logger.info("SGLang %s: it runs with %s", where, " ".join(arguments))
     return LAUNCHERS[kind]
 
 

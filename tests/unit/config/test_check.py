@@ -29,6 +29,18 @@ REINFORCE = ("--advantage-estimator", "reinforce_plus_plus")
 
 CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
     # rule, flags that it names, arguments added to a valid command line, flags taken out of it
+    (
+        conflict.engines_compute_as_the_trainer,
+        "--sglang-dtype, --fp16",
+        ("--fp16", "--sglang-dtype", "bfloat16"),
+        (),
+    ),
+    (
+        conflict.engines_compute_as_the_trainer,
+        "--check-weight-update-equal, --sglang-dtype",
+        ("--check-weight-update-equal", "--sglang-dtype", "float32"),
+        (),
+    ),
     (required.model_is_given, "--hf-checkpoint", (), ("--hf-checkpoint",)),
     (required.batch_is_given, "--rollout-batch-size", (), ("--rollout-batch-size",)),
     (required.length_of_the_run_is_given, "--num-rollout", (), ("--num-rollout",)),
