@@ -1,5 +1,6 @@
 """The only code that speaks the engine's HTTP protocol: SGLang's, plus four fields of our own
-(``sampling_seeds``, ``admission``, ``load_format: "shm_bucket"``, a group's ``timeout_s``).
+(``sampling_seeds``, ``admission``, ``load_format: "shm_bucket"``, a group's ``timeout_s``) that the
+embedded engine reads. To SGLang the first three are never sent, and it ignores the last.
 """
 
 from collections.abc import Mapping, Sequence

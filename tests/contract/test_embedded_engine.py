@@ -221,6 +221,12 @@ def test_a_request_that_exceeds_the_context_is_refused_with_both_numbers(url: st
     )
 
 
+def test_a_token_outside_the_vocabulary_is_refused(url: str) -> None:
+    answer = post(url, "/generate", {"input_ids": [5, 10**6], "sampling_params": {}})
+    assert answer.status == 400
+    assert "1000000 is not a token id" in answer.json["message"]
+
+
 def test_a_request_id_that_is_running_is_refused(url: str, threads: ThreadPoolExecutor) -> None:
     start_long(url, threads, "twice")
     body = {"input_ids": PROMPT, "rid": "twice"}

@@ -16,6 +16,8 @@ from torch import Tensor
 from miles.contracts.engine import EngineSet
 from miles.contracts.types import NamedTensor
 from miles.core import distributed
+from miles.core.hf import load_config
+from miles.weight_sync.fused import fuse_table
 from miles.weight_sync.session import TRANSPORTS, WeightSync
 
 NUM_RANKS = 2
@@ -87,7 +89,10 @@ def _run(rank: int, port: int, pipe: Connection) -> None:
         key = (transport, model, how.get("timeout_s", 60.0), how.get("check", True))
         if key not in syncs:
             syncs[key] = WeightSync(
-                TRANSPORTS.load(transport)(timeout_s=key[2]), max_bytes=20_000, check=key[3]
+                TRANSPORTS.load(transport)(timeout_s=key[2]),
+                max_bytes=20_000,
+                check=key[3],
+                fused=fuse_table(load_config(str(model))),
             )
         sync = syncs[key]
         sync.version = how.get("version", sync.version)

@@ -1,9 +1,10 @@
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from miles.core.hf import CheckpointDirError, check_directory
+from miles.core.hf import CheckpointDirError, check_directory, dtype_name
 
 
 @pytest.fixture
@@ -26,3 +27,14 @@ def test_weights_that_are_cut_short_are_named(model: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(CheckpointDirError, match=r"model\.safetensors is damaged or cut short"):
         check_directory(str(model))
+
+
+def test_the_dtype_is_the_configs_or_where_it_says_none_that_of_the_weights(
+    tiny_qwen3_untied: Path, tmp_path: Path
+) -> None:
+    assert dtype_name(str(tiny_qwen3_untied)) == "bfloat16"
+    silent = Path(shutil.copytree(tiny_qwen3_untied, tmp_path / "silent"))
+    config = json.loads((silent / "config.json").read_text())
+    del config["dtype"]
+    (silent / "config.json").write_text(json.dumps(config))
+    assert dtype_name(str(silent)) == "bfloat16"

@@ -15,6 +15,8 @@ from aiohttp import web
 
 from miles.contracts.engine import (
     EngineError,
+    EngineFeatures,
+    FlattenedRef,
     GenerateRequest,
     GroupRef,
     SamplingParams,
@@ -286,6 +288,44 @@ def test_buckets_are_sent_by_reference(server: Server) -> None:
         "flush_cache": False,
         "weight_version": "6",
     }
+
+
+def test_sglang_is_told_from_the_embedded_engine_by_what_it_advertises_and_asked_once(
+    server: Server,
+) -> None:
+    server.answers["server_info"] = (200, {"dtype": "bfloat16", "weight_formats": ["shm_bucket"]})
+
+    async def twice(client: EngineClient) -> list[EngineFeatures]:
+        return [await client.features(), await client.features()]
+
+    embedded = EngineFeatures(weight_format="shm_bucket", dtype="bfloat16", checksums="tensors")
+    assert ask(server, twice) == [embedded, embedded]
+    assert len(server.asked) == 1
+    server.answers["server_info"] = (200, {"dtype": "float32", "tp_size": 1})
+    sglang = EngineFeatures(weight_format="flattened_bucket", dtype="float32", checksums="fused")
+    assert ask(server, twice) == [sglang, sglang]
+
+
+def test_a_bucket_for_sglang_has_a_handle_for_each_of_its_ranks(server: Server) -> None:
+    server.answers["update_weights_from_tensor"] = (200, {"success": True, "message": "ok"})
+    ask(server, lambda client: client.load(FlattenedRef(serialized=("a", "b")), 5))
+    assert server.body("update_weights_from_tensor") == {
+        "load_format": "flattened_bucket",
+        "serialized_named_tensors": ["a", "b"],
+        "flush_cache": False,
+        "weight_version": "5",
+    }
+
+
+def test_sglangs_checksums_are_those_of_its_rank_and_of_several_are_an_error(
+    server: Server,
+) -> None:
+    ranks = [{"checksums": {"a": "f0"}, "per_gpu_checksum": "aa"}, {"checksums": {"a": "f1"}}]
+    server.answers["weights_checker"] = (200, {"success": True, "ranks": ranks[:1]})
+    assert ask(server, EngineClient.weight_checksums) == {"a": "f0"}
+    server.answers["weights_checker"] = (200, {"success": True, "ranks": ranks})
+    with pytest.raises(EngineError, match="checksums of 2 ranks"):
+        ask(server, EngineClient.weight_checksums)
 
 
 def test_the_other_calls_use_sglangs_paths_and_fields(server: Server) -> None:
