@@ -8,6 +8,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 export TOKENIZERS_PARALLELISM := false
 SEED ?= 0
 BACKEND ?= fsdp
+ENGINE ?= embedded
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: demo test test-full check docs install sglang-cpu clean
@@ -35,8 +36,9 @@ $(SGLANG_STAMP): $(STAMP) constraints-sglang-cpu.txt scripts/install_sglang_cpu.
 
 sglang-cpu: $(SGLANG_STAMP)
 
-demo: $(STAMP)
-	@$(BIN)/python scripts/run_demo_cpu.py --seed $(SEED) --train-backend $(BACKEND)
+demo: $(STAMP) $(if $(filter sglang,$(ENGINE)),sglang-cpu)
+	@$(BIN)/python scripts/run_demo_cpu.py --seed $(SEED) --train-backend $(BACKEND) \
+		--rollout-engine $(ENGINE)
 
 test: $(STAMP)
 	$(PYTEST) -m "not full"

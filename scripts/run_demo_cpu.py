@@ -1,8 +1,8 @@
 """The demo: a made 0.4M-parameter Qwen3 learns to reverse four digits, on a CPU, in minutes.
 
 A supervised warm-up with our own loss, then GRPO through ``train.py``: two trainer ranks over gloo
-(FSDP2, or Megatron with tensor and sequence parallelism), an embedded engine, weights synced and
-checked after every rollout, a checkpoint on disk.
+(FSDP2, or Megatron with tensor and sequence parallelism), an engine (embedded, or SGLang), weights
+synced and checked after every rollout, a checkpoint on disk.
 """
 
 import shutil
@@ -25,6 +25,7 @@ TARGET = 0.85
 LAST = 25
 
 Backend = Literal["fsdp", "megatron"]
+Engine = Literal["embedded", "sglang"]
 LAYOUTS: dict[Backend, dict[str, FlagValue]] = {
     "fsdp": {},
     "megatron": {"tensor-model-parallel-size": 2, "sequence-parallel": True},
@@ -40,6 +41,8 @@ class Demo:
     """Seed of model, data, sampling and training: the same seed gives the same run."""
     train_backend: Backend = "fsdp"
     """Training backend."""
+    rollout_engine: Engine = "embedded"
+    """Engine server; with SGLang (`make sglang-cpu`) two runs of a seed differ."""
     num_warm_up: int = 34
     """Supervised steps before it."""
     num_rollout: int = 200
@@ -104,8 +107,8 @@ def reinforcement_flags(demo: Demo, folder: Path, model: Path) -> dict[str, Flag
     return {
         **shared_flags(demo),
         "rollout-num-gpus": 1,
-        "rollout-engine": "embedded",
-        "deterministic-rollout": True,
+        "rollout-engine": demo.rollout_engine,
+        "deterministic-rollout": demo.rollout_engine == "embedded",
         "hf-checkpoint": model,
         "prompt-data": folder / "data" / "train.jsonl",
         "custom-rm-path": "scripts.reverse_digits.reward",
@@ -140,6 +143,7 @@ def rewards(folder: Path) -> list[float]:
 
 def main(demo: Demo) -> int:
     prefix = "" if demo.train_backend == "fsdp" else f"{demo.train_backend}-"
+    prefix += "" if demo.rollout_engine == "embedded" else f"{demo.rollout_engine}-"
     folder = demo.run_dir.resolve() / f"{prefix}seed-{demo.seed}"
     if folder.exists():
         shutil.rmtree(folder)

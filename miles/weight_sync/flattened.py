@@ -73,9 +73,11 @@ class FlattenedSegment:
         system = os.statvfs(SHARED_MEMORY)
         if num_bytes > system.f_bavail * system.f_frsize:
             raise no_room(num_bytes, errno.ENOSPC)
+        memory = torch.empty(max(num_bytes, 1), dtype=torch.uint8)
         with _shared_by_name():
-            self._memory = torch.empty(max(num_bytes, 1), dtype=torch.uint8).share_memory_()
-        return self._memory
+            memory.share_memory_()
+        self._memory = memory
+        return memory
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,8 @@ def test_every_family_of_the_table_is_fused_as_it_says(
     name: str, tmp_path: Path, ranks: TrainerRanks
 ) -> None:
     (family,) = (family for family in FAMILIES if family.name == name)
-    model = make_family(tmp_path, family)
+    sizes = {"intermediate_size": 64, "moe_intermediate_size": 32}
+    model = make_family(tmp_path, replace(family, settings={**family.settings, **sizes}))
     with ending(launch_sglang(model, tmp_path / "engine")) as engine:
         for transport in TRANSPORTS:
             seed = TRANSPORTS.index(transport)
@@ -157,6 +159,7 @@ def ended(processes: list[psutil.Process]) -> bool:
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
+@pytest.mark.full
 def test_every_process_ends_with_the_owner_or_at_a_signal(
     engine_model: Path, tmp_path: Path
 ) -> None:
@@ -192,6 +195,7 @@ def ignored_request(url: str) -> None:
         post(url, "/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 9}})
 
 
+@pytest.mark.full
 def test_a_server_that_cannot_load_ends_and_says_why(engine_model: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(engine_model, broken)

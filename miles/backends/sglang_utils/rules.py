@@ -1,11 +1,16 @@
 """What must hold between the flags for SGLang to be the engine."""
 
+from typing import Any
+
 from miles.backends.sglang_utils import package
 from miles.config.derived import needs_engines
 from miles.config.errors import Problem
 from miles.config.root import MilesConfig
 from miles.config.rules.problems import problem
 from miles.core import hf
+
+PADDED_SIZES = ("intermediate_size", "moe_intermediate_size")
+CPU_MULTIPLE = 32
 
 
 def check(config: MilesConfig) -> list[Problem]:
@@ -14,7 +19,22 @@ def check(config: MilesConfig) -> list[Problem]:
         return []
     if (missing := package.problem()) is not None:
         return [missing]
-    return [*_ranks_have_devices(config), *_weights_can_be_checked(config)]
+    model = _model_config(config)
+    return [
+        *_ranks_have_devices(config),
+        *_sizes_are_served(config, model),
+        *_weights_can_be_checked(config, model),
+    ]
+
+
+def _model_config(config: MilesConfig) -> Any:
+    """The model's transformers config; ``None`` where the check of the models has a complaint."""
+    path = str(config.rollout.hf_checkpoint)
+    try:
+        hf.check_directory(path)
+    except hf.CheckpointDirError:
+        return None
+    return hf.load_config(path).get_text_config()
 
 
 def _ranks_have_devices(config: MilesConfig) -> list[Problem]:
@@ -27,8 +47,24 @@ def _ranks_have_devices(config: MilesConfig) -> list[Problem]:
     return [problem(config, "rollout_num_gpus_per_engine", remedy=remedy)]
 
 
-def _weights_can_be_checked(config: MilesConfig) -> list[Problem]:
-    if not config.weight_sync.check_weight_update_equal:
+def _sizes_are_served(config: MilesConfig, model: Any) -> list[Problem]:
+    """Without an accelerator SGLang pads these sizes, and then cannot load experts; what it loads
+    of other layers is not the checkpoint's any more."""
+    if model is None or package.has_accelerator():
+        return []
+    sizes = {name: getattr(model, name, None) or 0 for name in PADDED_SIZES}
+    padded = [f"{name} {size}" for name, size in sizes.items() if size % CPU_MULTIPLE]
+    if not padded:
+        return []
+    remedy = (
+        f"serves without an accelerator only sizes that are multiples of {CPU_MULTIPLE}, and the "
+        f"model has {', '.join(padded)}; use --rollout-engine embedded"
+    )
+    return [problem(config, "rollout_engine", remedy=remedy)]
+
+
+def _weights_can_be_checked(config: MilesConfig, model: Any) -> list[Problem]:
+    if model is None or not config.weight_sync.check_weight_update_equal:
         return []
     if config.cluster.rollout_num_gpus_per_engine > 1:
         remedy = "SGLang's checksums of a divided model are not compared; leave the first out"
@@ -36,12 +72,7 @@ def _weights_can_be_checked(config: MilesConfig) -> list[Problem]:
         return [problem(config, *dests, remedy=remedy)]
     from miles.weight_sync.fused import TABLES, architecture
 
-    path = config.rollout.hf_checkpoint
-    try:
-        hf.check_directory(str(path))
-    except hf.CheckpointDirError:
-        return []  # The check of the models says so.
-    name = architecture(hf.load_config(str(path)))
+    name = architecture(model)
     if name in TABLES:
         return []
     remedy = (

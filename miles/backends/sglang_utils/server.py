@@ -27,7 +27,8 @@ from types import TracebackType
 HOST = "127.0.0.1"
 POLL_S = 0.2
 WATCH_INTERVAL_S = 0.5
-HEALTH_TIMEOUT_S = 5.0
+HEALTH_TIMEOUT_S = 30.0
+"""SGLang answers by generating a token, and the first one takes longest."""
 
 
 def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:

@@ -11,6 +11,7 @@ import pytest
 from miles.backends.sglang_utils import package, rules
 from miles.config.errors import Problem
 from miles.config.root import MilesConfig
+from scripts.made_models import make_qwen3
 
 
 def job(engine: str, model: Path | None = None, **rollout: Any) -> MilesConfig:
@@ -115,6 +116,18 @@ def test_checksums_are_refused_where_they_could_not_be_compared(
     assert unknown.flag == "--check-weight-update-equal"
     assert "'MadeUp' (known: LlamaForCausalLM, " in unknown.remedy
     assert rules.check(checked(job("embedded", other))) == []
+
+
+def test_sizes_that_sglang_pads_on_a_host_are_refused_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    odd = make_qwen3(tmp_path / "odd", intermediate_size=48)
+    machine(monkeypatch)
+    found = only(rules.check(job("sglang", odd)))
+    assert found.flag == "--rollout-engine"
+    assert "the model has intermediate_size 48;" in found.remedy
+    machine(monkeypatch, accelerator=True)
+    assert rules.check(job("sglang", odd)) == []
 
 
 def test_nothing_is_refused_where_there_is_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
