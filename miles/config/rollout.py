@@ -78,6 +78,11 @@ class RolloutConfig:
         Doc("Engine dtype; auto: float16 under --fp16, else the checkpoint's."),
     ] = "auto"
     sglang_log_level: Annotated[str, Doc("Log level of the engine server.")] = "warning"
+    sglang_router_ip: Annotated[
+        str | None,
+        Doc("Address of a router that runs already; Miles then starts none (SGLang only)."),
+    ] = None
+    sglang_router_port: Annotated[int | None, Doc("Port of --sglang-router-ip.")] = None
     pause_generation_mode: Annotated[
         Literal["abort", "retract", "in_place"],
         Doc("What requests in flight do during a weight update."),

@@ -5,6 +5,7 @@ The other modules of this name declare flags or adapt a parser; here flags pass 
 """
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -61,9 +62,17 @@ def check(config: MilesConfig, given: Given, foreign: Sequence[Foreign]) -> Chec
     messages = _warnings(config)
     if package.problem() is not None:
         return Checked()  # ``rules.check`` has it.
+    for_router = _with_prefix(foreign, ROUTER_PREFIX)
+    if config.rollout.sglang_router_ip is not None:
+        remedy = (
+            "the router of --sglang-router-ip runs already, with flags of its own; leave it out"
+        )
+        problems = [Problem(flag.name, flag.value, remedy) for flag in for_router]
+        if problems:
+            return Checked(problems=problems)
     try:
         server = _read(config, _with_prefix(foreign, SERVER_PREFIX), surface.server)
-        router = _read(config, _with_prefix(foreign, ROUTER_PREFIX), surface.router)
+        router = _read(config, for_router, surface.router)
     except SurfaceError as error:
         remedy = f"the installed sglang {package.version()} cannot be imported: {error}"
         return Checked(problems=[Problem("--rollout-engine", "sglang", remedy)])
@@ -165,6 +174,21 @@ def colocated_arguments(config: MilesConfig) -> list[str]:
         options["--cuda-graph-backend-prefill"] = "disabled"
     saver = ["--enable-memory-saver"] if config.offload.offload_rollout else []
     return [*_given(options), *saver]
+
+
+def router_arguments(config: MilesConfig) -> list[str]:
+    """Arguments of the router, without host and port; a user's own come last and win.
+
+    Its own health checks are off: it would leave out engines that a weight update pauses, or that
+    are asleep while the trainer has the device. The job watches its engines itself.
+    """
+    levels = {"warning": "warn", "critical": "error"}
+    level = config.rollout.sglang_log_level.lower()
+    options: dict[str, object | None] = {
+        "--request-timeout-secs": math.ceil(config.rollout.rollout_request_timeout_s),
+        "--log-level": levels.get(level, level),
+    }
+    return [*_given(options), "--disable-health-check", *config.router_argv]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,10 @@ def is_installed() -> bool:
     return importlib.util.find_spec("sglang") is not None
 
 
+def has_router() -> bool:
+    return importlib.util.find_spec("sglang_router") is not None
+
+
 def version() -> str:
     """Of the installed package, ``unknown`` for a checkout on PYTHONPATH."""
     try:

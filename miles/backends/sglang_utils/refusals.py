@@ -18,7 +18,7 @@ from miles.config.root import MilesConfig
 from miles.config.rules.problems import Given, problem
 from miles.config.values import did_you_mean
 
-ONLY_SGLANG = ("sglang_mem_fraction_static",)
+ONLY_SGLANG = ("sglang_mem_fraction_static", "sglang_router_ip", "sglang_router_port")
 """Our own flags that the embedded engine has no use for."""
 
 _PLACES = "--rollout-num-gpus and --rollout-num-gpus-per-engine place the engines"

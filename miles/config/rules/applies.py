@@ -241,6 +241,8 @@ APPLIES: tuple[Applies, ...] = (
             "sglang_max_total_tokens",
             "sglang_mem_fraction_static",
             "sglang_dtype",
+            "sglang_router_ip",
+            "sglang_router_port",
             "sglang_log_level",
             "rollout_health_check_interval",
             "rollout_request_timeout_s",

@@ -5,7 +5,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles.backends.sglang_utils.arguments import machine_arguments, server_arguments
+from miles.backends.sglang_utils.arguments import (
+    machine_arguments,
+    router_arguments,
+    server_arguments,
+)
 from miles.backends.sglang_utils.package import choose_engine
 from miles.config.root import MilesConfig
 from miles.core import device, logging
@@ -17,7 +21,7 @@ logger = logging.get(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLaunch:
-    """How to start one engine server."""
+    """How to start one server: an engine's, or the router's."""
 
     command: tuple[str, ...]
     """Without ``--ready-file`` and ``--parent-pid``, which the holder adds and every server of ours
@@ -56,6 +60,13 @@ def sglang_launch(config: MilesConfig, index: int, log_file: Path) -> EngineLaun
     return _launch("miles.backends.sglang_utils.server", arguments, config, log_file)
 
 
+def router_launch(config: MilesConfig, log_file: Path) -> EngineLaunch:
+    """SGLang's router for this job's flags."""
+    arguments = router_arguments(config)
+    logger.info("the router of the engines runs with %s", " ".join(arguments))
+    return _launch("miles.backends.sglang_utils.router", arguments, config, log_file)
+
+
 LAUNCHERS: dict[str, Launcher] = {"embedded": embedded_launch, "sglang": sglang_launch}
 
 
@@ -69,9 +80,9 @@ def choose_launcher(config: MilesConfig) -> Launcher:
     logger.info("--rollout-engine %s: %s (%s)", config.rollout.rollout_engine, kind, reason)
     if kind == "sglang":
         arguments = machine_arguments(config, num_engines(config))
-        where = "shares its devices" if device.has_accelerator() else "has no accelerator"
+        where = "on shared devices" if device.has_accelerator() else "without an accelerator"
         if arguments:
-            logger.info("SGLang %s: it runs with %s", where, " ".join(arguments))
+            logger.info("SGLang %s runs with %s", where, " ".join(arguments))
     return LAUNCHERS[kind]
 
 

@@ -68,6 +68,8 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
         ("--loss-type", "custom_loss"),
         (),
     ),
+    (required.companions_are_given, "--sglang-router-ip", ("--sglang-router-port", "3000"), ()),
+    (required.companions_are_given, "--sglang-router-port", ("--sglang-router-ip", "::1"), ()),
     (required.companions_are_given, "--max-tokens-per-gpu", ("--use-dynamic-batch-size",), ()),
     (required.companions_are_given, "--eval-interval", EVAL[:3], ()),
     (required.companions_are_given, "--lr-wsd-decay-iters", ("--lr-decay-style", "WSD"), ()),

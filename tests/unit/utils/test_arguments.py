@@ -111,11 +111,11 @@ def test_flags_of_engine_and_router_are_refused_where_the_engine_has_none(
 
 @pytest.mark.sglang
 def test_flags_of_engine_and_router_are_in_the_config(
-    valid: list[str], model: Path, monkeypatch: pytest.MonkeyPatch
+    valid: list[str], tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(package, "has_accelerator", lambda: True)
     argv = ["--rollout-engine", "sglang", "--sglang-page-size", "16", "--router-policy", "random"]
-    config, _ = read_config([*valid, *argv])
+    config, _ = read_config([*valid, "--hf-checkpoint", str(tiny_qwen3), *argv])
     assert config.sglang_argv == ("--page-size", "16")
     assert config.router_argv == ("--policy", "random")
 

@@ -16,6 +16,7 @@ from miles.backends.sglang_utils.arguments import (
     check,
     colocated_arguments,
     machine_arguments,
+    router_arguments,
     server_arguments,
 )
 from miles.config.command_line import Foreign
@@ -92,6 +93,21 @@ def test_an_engine_chosen_for_a_reason_says_it_when_it_refuses(
     machine(monkeypatch, sglang=True, accelerator=False)
     (found,) = check(job("auto"), frozenset(), flags("--sglang-enable-metrics")).problems
     assert "--rollout-engine auto is here (there is no accelerator)" in found.remedy
+
+
+def test_flags_for_a_router_that_runs_already_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, sglang=True)
+    config = job("sglang", sglang_router_ip="10.0.0.1", sglang_router_port=3000)
+    (found,) = check(config, frozenset(), flags("--router-policy", "random")).problems
+    assert "runs already" in found.remedy
+
+
+def test_the_router_waits_for_a_request_as_long_as_the_job_does() -> None:
+    config = job("sglang", rollout_request_timeout_s=90.5, sglang_log_level="WARNING")
+    assert router_arguments(replace(config, router_argv=("--policy", "random"))) == [
+        *("--request-timeout-secs", "91", "--log-level", "warn", "--disable-health-check"),
+        *("--policy", "random"),
+    ]
 
 
 def test_a_run_without_engines_refuses_flags_of_engines() -> None:
@@ -290,6 +306,11 @@ class TestWithSglang:
         off = colocate or not accelerator
         assert args.cuda_graph_backend_prefill == ("disabled" if off else None)
         assert args.enable_memory_saver == (accelerator and colocate)
+
+    def test_the_installed_router_reads_every_argument_of_ours(self) -> None:
+        args = surface.router().read(router_arguments(job("sglang", sglang_log_level="critical")))
+        assert (args.request_timeout_secs, args.log_level) == (14400, "error")
+        assert args.disable_health_check is True
 
     def test_the_help_has_every_flag_but_those_that_ours_alone_set(self) -> None:
         text = arguments.server_help()
