@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from miles.ray.memory import Memory, Phase, Resident, TakeTurns
 from miles.ray.placement import Placement, plan_layout, reserve
 from miles.ray.rollout.engine_factory import EngineGroup
 from miles.ray.rollout.manager import GeneratedBatch, with_num_rollout
+from miles.ray.rollout.router import Router, make_router
 from miles.ray.rollout.service import RolloutService
 from miles.ray.rollout.supervision import EngineSupervisor
 from miles.ray.train.group import TrainGroup
@@ -44,6 +46,7 @@ class Job:
         self._placement: Placement | None = None
         self._rollout = RolloutService(config)
         self._engines: EngineGroup | None = None
+        self._router: Router | None = None
         self._supervisor: EngineSupervisor | None = None
         self._trainer: TrainGroup | None = None
         self._memory: Memory = Resident()
@@ -130,7 +133,7 @@ class Job:
         async with self._phase("sync", "update_weights_time", "syncing weights"):
             await self._push_weights(self._moment("weight sync"))
         if replaced:
-            await self._rollout.set_engines(self._engines.addresses)
+            await self._connect()
 
     async def evaluate_before_training(self) -> None:
         """Evaluate what the run starts from, unless told not to.
@@ -171,7 +174,10 @@ class Job:
             if with_engines:
                 engines = EngineGroup(config, layout, self._placement, self.run_dir / "logs")
                 self._engines = engines
-                self._supervisor = EngineSupervisor(engines, config.rollout, self._heal)
+                self._router = make_router(config, self.run_dir / "logs")
+                self._supervisor = EngineSupervisor(
+                    engines, self._router, config.rollout, self._heal
+                )
             if with_trainer:
                 self._trainer = TrainGroup(config, layout, self._placement)
             await self._start_trainer_and_engines()
@@ -197,8 +203,22 @@ class Job:
             self._first_rollout_id = self.config.data.start_rollout_id
 
     async def _start_engines(self) -> None:
-        if self._engines is not None:
-            await self._rollout.set_engines(await self._engines.start())
+        if self._engines is None:
+            return
+        if self._router is None:
+            await self._engines.start()
+        else:
+            await gather(self._engines.start(), self._router.start())
+        await self._connect()
+
+    async def _connect(self) -> None:
+        """From now on requests go to the engines that there are."""
+        assert self._engines is not None
+        addresses = self._engines.addresses
+        if self._router is not None:
+            await self._router.use(addresses.urls)
+            addresses = replace(addresses, router=self._router.url)
+        await self._rollout.set_engines(addresses)
 
     async def _resume_data(self) -> None:
         # Trainer rank 0 has said so if this is a fresh start.
@@ -244,6 +264,10 @@ class Job:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._engines.stop(), STOP_TIMEOUT_S)
             self._engines.kill()
+        if self._router is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._router.stop(), STOP_TIMEOUT_S)
+            self._router.kill()
         if self._trainer is not None:
             self._trainer.kill()
         if self._placement is not None:
@@ -264,7 +288,7 @@ class Job:
         assert self._engines is not None
         if self._trainer is not None:
             await self._push_weights(self._moment("engine restart"))
-        await self._rollout.set_engines(self._engines.addresses)
+        await self._connect()
 
     def _moment(self, what: str) -> str:
         """For messages: what happens, and when in the run."""

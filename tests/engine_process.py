@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from miles.backends.sglang_utils.arguments import server_arguments
+from miles.backends.sglang_utils.arguments import router_arguments, server_arguments
 from miles.config.root import MilesConfig
 
 START_TIMEOUT_S = 180.0
@@ -74,6 +74,12 @@ def launch_sglang(model: Path, folder: Path, parent: int | None = None) -> Engin
     config = replace(config, rollout=replace(config.rollout, hf_checkpoint=str(model)))
     arguments = server_arguments(config, index=0, num_engines=1)
     return _start("miles.backends.sglang_utils.server", arguments, folder, parent)
+
+
+def launch_router(folder: Path, *options: str, parent: int | None = None) -> EngineProcess:
+    """Start SGLang's router as a job does; it has no engines yet."""
+    arguments = (*router_arguments(MilesConfig()), *options)
+    return _start("miles.backends.sglang_utils.router", arguments, folder, parent)
 
 
 def _start(

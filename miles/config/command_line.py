@@ -60,6 +60,16 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="List the flags of Megatron's that --train-backend megatron takes too, and exit.",
     )
+    parser.add_argument(
+        "--help-sglang",
+        action="store_true",
+        help="List the flags of SGLang's server, each under --sglang-, and exit.",
+    )
+    parser.add_argument(
+        "--help-router",
+        action="store_true",
+        help="List the flags of SGLang's router, each under --router-, and exit.",
+    )
     add_arguments(parser, MilesConfig)
     return parser
 

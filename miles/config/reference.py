@@ -11,7 +11,9 @@ Every setting is a flag of `train.py`. `python train.py --help` shows the same l
 only if it works, one that has no effect with the others given is refused, and every problem of a
 command line is reported at once, with what to do, before any process starts. Flags cannot be
 abbreviated. With `--train-backend megatron`, Megatron's own flags are settings too
-(`--help-megatron`; [training backends](training-backend.md)).
+(`--help-megatron`; [training backends](training-backend.md)); with SGLang as the engine, SGLang's
+are under `--sglang-` and its router's under `--router-` (`--help-sglang`, `--help-router`;
+[SGLang](sglang.md)).
 
 ## Files and precedence
 

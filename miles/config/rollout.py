@@ -63,7 +63,26 @@ class RolloutConfig:
     sglang_max_running_requests: Annotated[
         int | None, Doc("Sequences that an engine decodes at once; by default 256.")
     ] = None
+    sglang_max_total_tokens: Annotated[
+        int | None, Doc("Tokens in an engine's key/value cache; by default as memory allows.")
+    ] = None
+    sglang_mem_fraction_static: Annotated[
+        float | None,
+        Doc(
+            "Share of the device for an engine's weights and key/value cache (SGLang only); by "
+            "default SGLang's, 0.8 with --colocate."
+        ),
+    ] = None
+    sglang_dtype: Annotated[
+        Literal["auto", "float16", "bfloat16", "float32"],
+        Doc("Engine dtype; auto: float16 under --fp16, else the checkpoint's."),
+    ] = "auto"
     sglang_log_level: Annotated[str, Doc("Log level of the engine server.")] = "warning"
+    sglang_router_ip: Annotated[
+        str | None,
+        Doc("Address of a router that runs already; Miles then starts none (SGLang only)."),
+    ] = None
+    sglang_router_port: Annotated[int | None, Doc("Port of --sglang-router-ip.")] = None
     pause_generation_mode: Annotated[
         Literal["abort", "retract", "in_place"],
         Doc("What requests in flight do during a weight update."),

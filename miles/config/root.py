@@ -41,6 +41,11 @@ class MilesConfig:
     """Megatron's own arguments of a run on that backend, given and derived: its parser reads them
     in the driver, to check them, and again in each trainer process."""
 
+    sglang_argv: tuple[str, ...] = ()
+    """``--sglang-*`` that are none of our fields, as arguments of SGLang's server."""
+    router_argv: tuple[str, ...] = ()
+    """``--router-*``, as arguments of its router."""
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values by group: what is logged and checkpointed."""
         return asdict(self)

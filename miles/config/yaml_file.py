@@ -10,6 +10,8 @@ from miles.config.errors import ConfigError, Problem
 from miles.config.flags import FlagSpec
 from miles.config.values import ITEM_SEPARATOR, is_tuple
 
+NOT_IN_A_FILE = ("config", "help", "help-megatron", "help-sglang", "help-router")
+
 
 def read_arguments(path: str, specs: Sequence[FlagSpec]) -> tuple[list[str], list[Problem]]:
     """The arguments that a file stands for. Raises ``ConfigError`` for an unreadable file.
@@ -34,7 +36,7 @@ def read_arguments(path: str, specs: Sequence[FlagSpec]) -> tuple[list[str], lis
             remedy = f"the same flag as {seen[flag]!r} in {path}; leave one out"
             problems.append(Problem(option, value, remedy))
         seen[flag] = str(key)
-        if name in ("config", "help", "help-megatron"):
+        if name in NOT_IN_A_FILE:
             problems.append(Problem(option, value, f"has no place in a file ({path})"))
             continue
         try:
@@ -98,4 +100,4 @@ def _foreign_arguments(option: str, value: object) -> list[str]:
         return [option] if value else []
     if isinstance(value, list):
         return [option, *map(str, value)]
-    return [f"{option}={value}"]
+    return [f"{option}={json.dumps(value) if isinstance(value, dict) else value}"]

@@ -24,6 +24,7 @@ from miles.contracts.engine import (
     WeightGroup,
     WeightRef,
 )
+from miles.rollout.router_client import is_a_routers
 
 # Below the 5 s after which uvicorn drops an idle connection: a POST on a connection that the
 # server is just closing fails and, unlike a GET, is not repeated.
@@ -32,7 +33,8 @@ CONNECT_TIMEOUT_S = 30.0
 
 
 class EngineUnreachable(EngineError):
-    """No answer from the engine: refused, dropped or timed out connection."""
+    """No answer from the engine: refused, dropped or timed out connection; or a router found none
+    that answers."""
 
 
 class _FinishReason(msgspec.Struct):
@@ -339,7 +341,8 @@ class EngineClient:
     ) -> bytes:
         status, answer = await self._request(call, body, timeout_s)
         if status != 200:
-            raise EngineError(f"{self.url}/{call}: status {status}: {_excerpt(answer)}")
+            kind = EngineUnreachable if is_a_routers(status, answer) else EngineError
+            raise kind(f"{self.url}/{call}: status {status}: {_excerpt(answer)}")
         return answer
 
     async def _request(

@@ -28,6 +28,8 @@ class EngineAddresses:
     urls: tuple[str, ...]
     gpus_per_engine: int = 1
     generation: int = 0
+    router: str | None = None
+    """Where requests go, if not to the engines themselves."""
 
 
 class _LoopThread:

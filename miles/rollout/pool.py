@@ -70,6 +70,7 @@ class EnginePool:
         self._control_timeout_s = control_timeout_s
         self._patience_s = patience_s
         self._engines: list[_Engine] = []
+        self._router: EngineClient | None = None
         self._retired: set[_Engine] = set()
         self._tickets: set[_Ticket] = set()
         self._queue: deque[_Ticket] = deque()
@@ -94,9 +95,7 @@ class EnginePool:
 
     def add(self, url: str) -> None:
         """Use an engine. One that is there and alive stays as it is; a dead one is replaced."""
-        client = EngineClient(
-            url, timeout_s=self._timeout_s, control_timeout_s=self._control_timeout_s
-        )
+        client = self._client(url)
         for position, engine in enumerate(self._engines):
             if engine.client.url == client.url:
                 if not engine.alive:
@@ -113,8 +112,15 @@ class EnginePool:
             self._engines.remove(engine)
             self._retire(engine)
 
-    def set_engines(self, urls: Sequence[str]) -> None:
-        """Make the pool these engines, in this order."""
+    def set_engines(self, urls: Sequence[str], router: str | None = None) -> None:
+        """Make the pool these engines, in this order.
+
+        With a ``router`` requests go there, and it chooses among the engines; how many are sent at
+        a time still follows from their number, and aborts still go to each.
+        """
+        if self._router is None or self._router.url != router:
+            self._close_soon(self._router)
+            self._router = None if router is None else self._client(router)
         wanted = [url.rstrip("/") for url in urls]
         for url in set(self.urls) - set(wanted):
             self.remove(url)
@@ -125,6 +131,8 @@ class EnginePool:
     async def close(self) -> None:
         for engine in [*self._engines, *self._retired]:
             await engine.client.close()
+        if self._router is not None:
+            await self._router.close()
         self._engines.clear()
         self._retired.clear()
 
@@ -145,11 +153,12 @@ class EnginePool:
                 if engine is None:
                     return [self._never_started() for _ in range(request.n)]
                 try:
-                    completions = await engine.client.generate(self._addressed(ticket, engine))
+                    server = self._router or engine.client
+                    completions = await server.generate(self._addressed(ticket, engine))
                     self._weight_version = completions[-1].weight_version
                     return completions
                 except EngineUnreachable as error:
-                    await self._probe(engine)
+                    await self._find_dead(engine)
                     if attempt == MAX_ATTEMPTS:
                         raise
                     self._again(ticket, error)
@@ -253,6 +262,15 @@ class EnginePool:
             log.warning("rollout %r is not reproducible", ticket.request.admission[0])
             ticket.request = replace(ticket.request, admission=None)
 
+    async def _find_dead(self, engine: _Engine) -> None:
+        """After a request that no engine answered."""
+        if self._router is None:
+            await self._probe(engine)
+            return
+        await asyncio.gather(*(self._probe(e) for e in self._engines))
+        # It sends requests to a dead engine until whoever watches the engines removes it.
+        await asyncio.sleep(PROBE_INTERVAL_S)
+
     async def _probe(self, engine: _Engine) -> None:
         try:
             await engine.client.health(min(10.0, self._control_timeout_s))
@@ -281,7 +299,17 @@ class EnginePool:
             self._retired.add(engine)
             return
         self._retired.discard(engine)
-        task = asyncio.get_running_loop().create_task(engine.client.close())
+        self._close_soon(engine.client)
+
+    def _client(self, url: str) -> EngineClient:
+        return EngineClient(
+            url, timeout_s=self._timeout_s, control_timeout_s=self._control_timeout_s
+        )
+
+    def _close_soon(self, client: EngineClient | None) -> None:
+        if client is None:
+            return
+        task = asyncio.get_running_loop().create_task(client.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 

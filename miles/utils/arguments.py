@@ -6,12 +6,13 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from miles.backends.fsdp_utils import arguments as fsdp_arguments
 from miles.backends.megatron_utils import arguments as megatron_arguments
 from miles.backends.megatron_utils.namespace import add_miles_arguments
+from miles.backends.sglang_utils import arguments as sglang_arguments
 from miles.backends.sglang_utils import rules as sglang_rules
 from miles.backends.training_utils.checkpoints import check_load, first_rollout_id, holds_steps
 from miles.config import rules
@@ -40,9 +41,10 @@ def parse_args(argv: Sequence[str] | None = None) -> MilesConfig:
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
-        if "--help-megatron" in argv:
-            print(megatron_arguments.help_text(), end="")
-            raise SystemExit(0)
+        for flag, help_text in HELP_OF_OTHERS.items():
+            if flag in argv:
+                print(help_text(), end="")
+                raise SystemExit(0)
         config, messages = read_config(argv)
     except ConfigError as error:
         program = os.path.basename(sys.argv[0])
@@ -60,11 +62,21 @@ def read_config(argv: Sequence[str]) -> tuple[MilesConfig, list[Message]]:
     once."""
     line = read_command_line(argv)
     config, replaced = rules.resolve(line.config)
-    megatron_argv, problems, more = _check_backend(config, line.given, line.foreign)
-    problems = _without_consequences([*problems, *check_all(config, line.given)], line)
+    for_engines = [flag for flag in line.foreign if sglang_arguments.is_ours(flag)]
+    for_trainer = [flag for flag in line.foreign if not sglang_arguments.is_ours(flag)]
+    megatron_argv, problems, more = _check_backend(config, line.given, for_trainer)
+    engine = sglang_arguments.check(config, line.given, for_engines)
+    found = [*problems, *engine.problems, *check_all(config, line.given)]
+    problems = _without_consequences(found, line)
     if problems:
         raise ConfigError(problems)
-    return replace(config, megatron_argv=megatron_argv), [*map(warning, replaced), *more]
+    config = replace(
+        config,
+        megatron_argv=megatron_argv,
+        sglang_argv=engine.sglang_argv,
+        router_argv=engine.router_argv,
+    )
+    return config, [*map(warning, [*replaced, *engine.messages]), *more]
 
 
 def check_all(config: MilesConfig, given: frozenset[str]) -> list[Problem]:
@@ -200,6 +212,13 @@ def check_chat_template(config: MilesConfig) -> list[Problem]:
         return []
     return [problem(config, "chat_template_path", remedy="there is no such file")]
 
+
+HELP_OF_OTHERS: Mapping[str, Callable[[], str]] = {
+    "--help-megatron": megatron_arguments.help_text,
+    "--help-sglang": sglang_arguments.server_help,
+    "--help-router": sglang_arguments.router_help,
+}
+"""The flags of others that pass through, listed by those who own them."""
 
 OUTSIDE_CHECKS: tuple[Callable[[MilesConfig], list[Problem]], ...] = (
     check_models,

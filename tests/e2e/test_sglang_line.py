@@ -32,6 +32,7 @@ def test_sglang_generates_what_is_trained_and_holds_the_trained_weights(
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "SGLang without an accelerator runs with --device cpu" in result.stdout + result.stderr
+    assert "the router of the engines runs with" in result.stdout + result.stderr
     rows = [row for row in metrics_of(tmp_path) if row["step"] > 0]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert [row["rollout/weight_version"] for row in rows] == [2, 3, 4]

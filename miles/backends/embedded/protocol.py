@@ -83,6 +83,15 @@ class GenerateBody(_Body):
         | None
     ) = None
     """``[key, position, count]`` (not in SGLang): see ``admission.py``."""
+    # What SGLang's router adds to a request, with the values that change nothing here.
+    model: str | None = None
+    log_metrics: bool = True
+    no_logs: bool = False
+    background: Literal[False] = False
+    return_bytes: Literal[False] = False
+    return_entropy: Literal[False] = False
+    return_hidden_states: Literal[False] = False
+    return_text_in_logprobs: Literal[False] = False
 
     def __post_init__(self) -> None:
         if (self.input_ids is None) == (self.text is None):

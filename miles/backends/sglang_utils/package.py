@@ -6,12 +6,26 @@ import importlib.util
 from miles.config.errors import Problem
 from miles.config.root import MilesConfig
 
+TESTED_VERSIONS = "sglang==0.5.16, sglang-router==0.3.2"
+"""Those of the extra ``sglang``."""
 PLATFORM_GROUP = "sglang.srt.platforms"
 PLATFORM_NAME = "miles_cpu"
 
 
 def is_installed() -> bool:
     return importlib.util.find_spec("sglang") is not None
+
+
+def has_router() -> bool:
+    return importlib.util.find_spec("sglang_router") is not None
+
+
+def version() -> str:
+    """Of the installed package, ``unknown`` for a checkout on PYTHONPATH."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def choose_engine(config: MilesConfig) -> tuple[str, str]:
@@ -38,10 +52,7 @@ def has_accelerator() -> bool:
 def problem() -> Problem | None:
     """Why SGLang cannot serve here; ``None`` when it can."""
     if not is_installed():
-        remedy = (
-            "needs sglang, which is not installed: run `make sglang-cpu` on a machine without an "
-            "accelerator, pip install sglang on one with, or use --rollout-engine embedded"
-        )
+        remedy = f"{missing()}, or use --rollout-engine embedded"
         return Problem("--rollout-engine", "sglang", remedy)
     if not has_accelerator() and not _has_cpu_platform():
         remedy = (
@@ -51,6 +62,14 @@ def problem() -> Problem | None:
         )
         return Problem("--rollout-engine", "sglang", remedy)
     return None
+
+
+def missing() -> str:
+    """What to do where SGLang is not installed."""
+    return (
+        f"needs SGLang, which is not installed: pip install 'miles[sglang]' ({TESTED_VERSIONS}) on "
+        "a machine with an accelerator, or run `make sglang-cpu` on one without"
+    )
 
 
 def _has_cpu_platform() -> bool:

@@ -21,6 +21,7 @@ def check(config: MilesConfig) -> list[Problem]:
         return [missing]
     model = _model_config(config)
     return [
+        *_router_is_there(config),
         *_ranks_have_devices(config),
         *_sizes_are_served(config, model),
         *_weights_can_be_checked(config, model),
@@ -35,6 +36,16 @@ def _model_config(config: MilesConfig) -> Any:
     except hf.CheckpointDirError:
         return None
     return hf.load_config(path).get_text_config()
+
+
+def _router_is_there(config: MilesConfig) -> list[Problem]:
+    if config.rollout.sglang_router_ip is not None or package.has_router():
+        return []
+    remedy = (
+        "its router is not installed: pip install 'miles[sglang]' or sglang-router "
+        f"({package.TESTED_VERSIONS}), or name one that runs already (--sglang-router-ip)"
+    )
+    return [problem(config, "rollout_engine", remedy=remedy)]
 
 
 def _ranks_have_devices(config: MilesConfig) -> list[Problem]:

@@ -19,7 +19,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import TracebackType
@@ -99,21 +99,25 @@ def _tell_when_ready(ready_file: Path, url: str) -> None:
     write_ready_file(ready_file, url)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Serve until a failure; a signal or the parent's end ends the process before that."""
-    args, sglang_argv = parse_args(argv)
+def follow_owner(args: argparse.Namespace, url: str) -> None:
+    """From now on tell when ``url`` answers, and end with the owner or at a signal."""
     # When it starts it leaves both signals unblocked.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-    held = [hold_port(), hold_port()]
-    port, store_port = (each.getsockname()[1] for each in held)
-    url = f"http://{HOST}:{port}"
     for target, arguments in (
         (_end_on_signal, ()),
         (_end_with_parent, (args.parent_pid,)),
         (_tell_when_ready, (args.ready_file, url)),
     ):
         threading.Thread(target=target, args=arguments, daemon=True).start()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serve until a failure; a signal or the parent's end ends the process before that."""
+    args, sglang_argv = parse_args(argv)
+    held = [hold_port(), hold_port()]
+    port, store_port = (each.getsockname()[1] for each in held)
+    follow_owner(args, f"http://{HOST}:{port}")
     serve([*sglang_argv, "--host", HOST, "--port", str(port), "--nccl-port", str(store_port)])
 
 
@@ -134,11 +138,15 @@ def _end_with_traceback(
     end(1)
 
 
-if __name__ == "__main__":
-    # Not a normal exit: that would wait for SGLang's processes and threads.
+def run(main: Callable[[], None]) -> None:
+    """Not to a normal exit: that would wait for SGLang's processes and threads."""
     sys.excepthook = _end_with_traceback
     try:
         main()
     except SystemExit as stopped:
         end(stopped.code if isinstance(stopped.code, int) else 1)
     end(1)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -75,6 +75,20 @@ def deterministic_rollouts_race_for_nothing(config: MilesConfig, given: Given) -
     return problems
 
 
+def engines_compute_as_the_trainer(config: MilesConfig, given: Given) -> list[Problem]:
+    """Engines have the dtype of the weights that the trainer sends, where that matters."""
+    dtype = config.rollout.sglang_dtype
+    problems: list[Problem] = []
+    if config.precision.fp16 and dtype not in ("auto", "float16"):
+        remedy = "under --fp16 the trainer sends float16, and engines run in it; leave one out"
+        problems.append(problem(config, "sglang_dtype", "fp16", remedy=remedy))
+    if config.weight_sync.check_weight_update_equal and dtype != "auto":
+        remedy = "an engine of another dtype has other bytes than the trainer; leave one out"
+        dests = ("check_weight_update_equal", "sglang_dtype")
+        problems.append(problem(config, *dests, remedy=remedy))
+    return problems
+
+
 def kl_is_charged_once(config: MilesConfig, given: Given) -> list[Problem]:
     """KL is in the reward or in the loss, not in both."""
     if config.algorithm.kl_coef == 0 or config.algorithm.kl_loss_coef == 0:
@@ -266,6 +280,7 @@ CONFLICT_CHECKS: tuple[Check, ...] = (
     engines_fit_their_gpus,
     submission_covers_the_batch,
     deterministic_rollouts_race_for_nothing,
+    engines_compute_as_the_trainer,
     kl_is_charged_once,
     reinforce_whitens_advantages,
     groups_have_something_to_compare,

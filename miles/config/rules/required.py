@@ -74,6 +74,7 @@ def reward_is_given(config: MilesConfig, given: Given) -> list[Problem]:
 def companions_are_given(config: MilesConfig, given: Given) -> list[Problem]:
     """Flags that need another one have it."""
     hooks, data, optimizer = config.hooks, config.data, config.optimizer
+    rollout = config.rollout
     missing = (
         (
             "custom_loss_function_path",
@@ -94,6 +95,16 @@ def companions_are_given(config: MilesConfig, given: Given) -> list[Problem]:
             "lr_wsd_decay_iters",
             optimizer.lr_decay_style == "WSD" and optimizer.lr_wsd_decay_iters is None,
             "is required with --lr-decay-style WSD: steps of the final decay",
+        ),
+        (
+            "sglang_router_ip",
+            rollout.sglang_router_ip is None and rollout.sglang_router_port is not None,
+            "is required with --sglang-router-port: where that router runs",
+        ),
+        (
+            "sglang_router_port",
+            rollout.sglang_router_ip is not None and rollout.sglang_router_port is None,
+            "is required with --sglang-router-ip",
         ),
         (
             "generate_execute_tool_function_path",

@@ -33,10 +33,12 @@ LAST_LINES = 15
 
 
 class EngineHolder:
-    """Ray actor that owns one engine server process; when it ends, so does the server."""
+    """Ray actor that owns one server process, an engine's or the router's; when it ends, so does
+    the server."""
 
-    def __init__(self, index: int) -> None:
-        self._index = index
+    def __init__(self, what: str) -> None:
+        """``what`` the server is, for messages."""
+        self._what = what
         self._process: subprocess.Popen[bytes] | None = None
         self._log_file = Path(os.devnull)
 
@@ -93,10 +95,10 @@ class EngineHolder:
         while not ready.exists():
             if not self.alive():
                 self.stop()
-                raise RuntimeError(f"the engine server ended at start:\n{self.last_lines()}")
+                raise RuntimeError(f"{self._what} ended at start:\n{self.last_lines()}")
             if time.monotonic() > deadline:
                 self.stop()
-                raise RuntimeError(f"the engine server was not ready in {READY_TIMEOUT_S:g} s")
+                raise RuntimeError(f"{self._what} was not ready in {READY_TIMEOUT_S:g} s")
             time.sleep(0.05)
         return json.loads(ready.read_text(encoding="utf-8"))["url"]
 
@@ -198,7 +200,11 @@ class EngineGroup:
     def _new_holder(self, index: int) -> Any:
         options = self._placement.actor_options(self._slots[index][0], SHARE_OF_A_SLOT)
         # With threads of its own, so that `stop` need not wait until `start` is done.
-        return ray.remote(EngineHolder).options(max_concurrency=2, **options).remote(index)
+        return (
+            ray.remote(EngineHolder)
+            .options(max_concurrency=2, **options)
+            .remote("the engine server")
+        )
 
     async def _start(self, index: int) -> None:
         launch = self._launch(self._config, index, self.log_file(index))

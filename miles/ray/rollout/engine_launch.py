@@ -5,7 +5,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles.backends.sglang_utils.arguments import cpu_arguments, server_arguments
+from miles.backends.sglang_utils.arguments import (
+    machine_arguments,
+    router_arguments,
+    server_arguments,
+)
 from miles.backends.sglang_utils.package import choose_engine
 from miles.config.root import MilesConfig
 from miles.core import device, logging
@@ -17,7 +21,7 @@ logger = logging.get(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLaunch:
-    """How to start one engine server."""
+    """How to start one server: an engine's, or the router's."""
 
     command: tuple[str, ...]
     """Without ``--ready-file`` and ``--parent-pid``, which the holder adds and every server of ours
@@ -35,19 +39,32 @@ def embedded_launch(config: MilesConfig, index: int, log_file: Path) -> EngineLa
     rollout = config.rollout
     arguments: dict[str, object] = {
         "--model-path": rollout.hf_checkpoint,
-        "--dtype": "float16" if config.precision.fp16 else "auto",
+        "--dtype": _embedded_dtype(config),
         "--log-level": rollout.sglang_log_level.lower(),
         "--context-length": rollout.sglang_context_length,
         "--max-running-requests": rollout.sglang_max_running_requests,
+        "--max-total-tokens": rollout.sglang_max_total_tokens,
     }
     pairs = [str(x) for k, v in arguments.items() if v is not None for x in (k, v)]
     return _launch("miles.backends.embedded.server", pairs, config, log_file)
+
+
+def _embedded_dtype(config: MilesConfig) -> str:
+    dtype = config.rollout.sglang_dtype
+    return "float16" if dtype == "auto" and config.precision.fp16 else dtype
 
 
 def sglang_launch(config: MilesConfig, index: int, log_file: Path) -> EngineLaunch:
     """Released SGLang for this job's flags."""
     arguments = server_arguments(config, index, num_engines(config))
     return _launch("miles.backends.sglang_utils.server", arguments, config, log_file)
+
+
+def router_launch(config: MilesConfig, log_file: Path) -> EngineLaunch:
+    """SGLang's router for this job's flags."""
+    arguments = router_arguments(config)
+    logger.info("the router of the engines runs with %s", " ".join(arguments))
+    return _launch("miles.backends.sglang_utils.router", arguments, config, log_file)
 
 
 LAUNCHERS: dict[str, Launcher] = {"embedded": embedded_launch, "sglang": sglang_launch}
@@ -66,9 +83,11 @@ def choose_launcher(config: MilesConfig, placement: Placement) -> Launcher:
     if kind == "embedded":
         require_one_device(placement, config.cluster.rollout_num_gpus_per_engine)
     logger.info("--rollout-engine %s: %s (%s)", config.rollout.rollout_engine, kind, reason)
-    if kind == "sglang" and not device.has_accelerator():
-        arguments = " ".join(cpu_arguments(config, num_engines(config)))
-        logger.info("SGLang without an accelerator runs with %s", arguments)
+    if kind == "sglang":
+        arguments = machine_arguments(config, num_engines(config))
+        where = "on shared devices" if device.has_accelerator() else "without an accelerator"
+        if arguments:
+            logger.info("SGLang %s runs with %s", where, " ".join(arguments))
     return LAUNCHERS[kind]
 
 

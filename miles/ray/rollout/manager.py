@@ -74,7 +74,7 @@ class RolloutManager:
         return len(self._source)
 
     async def set_engines(self, addresses: EngineAddresses) -> None:
-        self._pool.set_engines(addresses.urls)
+        self._pool.set_engines(addresses.urls, addresses.router)
 
     async def generate(self, rollout_id: int, dp_size: int) -> GeneratedBatch:
         """Produce, record and split the groups of a rollout."""

@@ -9,6 +9,7 @@ from miles.config.rollout import RolloutConfig
 from miles.core import logging
 from miles.ray.errors import JobError
 from miles.ray.rollout.engine_factory import EngineGroup
+from miles.ray.rollout.router import Router
 
 logger = logging.get(__name__)
 
@@ -24,9 +25,14 @@ class EngineSupervisor:
     """
 
     def __init__(
-        self, engines: EngineGroup, options: RolloutConfig, heal: Callable[[], Awaitable[None]]
+        self,
+        engines: EngineGroup,
+        router: Router | None,
+        options: RolloutConfig,
+        heal: Callable[[], Awaitable[None]],
     ) -> None:
         self._engines = engines
+        self._router = router
         self._options = options
         self._heal = heal
         self._restarts = 0
@@ -55,6 +61,8 @@ class EngineSupervisor:
         return bool(dead)
 
     async def _failed(self) -> list[int]:
+        if self._router is not None:
+            await self._router.require_alive()
         dead = await self._engines.find_dead()
         interval = self._options.rollout_health_check_interval
         if dead or not interval or time.monotonic() - self._last_probe < interval:
@@ -63,6 +71,10 @@ class EngineSupervisor:
         return await self._engines.find_unhealthy(self._options.rollout_health_check_timeout)
 
     async def _restart(self, positions: list[int]) -> None:
+        if self._router is not None:
+            # All of them first: a restart takes a while, in which no request should go there.
+            for index in positions:
+                await self._router.remove(self._engines.addresses.urls[index])
         for index in positions:
             self._restarts += 1
             if self._restarts > MAX_RESTARTS:

@@ -29,6 +29,18 @@ REINFORCE = ("--advantage-estimator", "reinforce_plus_plus")
 
 CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
     # rule, flags that it names, arguments added to a valid command line, flags taken out of it
+    (
+        conflict.engines_compute_as_the_trainer,
+        "--sglang-dtype, --fp16",
+        ("--fp16", "--sglang-dtype", "bfloat16"),
+        (),
+    ),
+    (
+        conflict.engines_compute_as_the_trainer,
+        "--check-weight-update-equal, --sglang-dtype",
+        ("--check-weight-update-equal", "--sglang-dtype", "float32"),
+        (),
+    ),
     (required.model_is_given, "--hf-checkpoint", (), ("--hf-checkpoint",)),
     (required.batch_is_given, "--rollout-batch-size", (), ("--rollout-batch-size",)),
     (required.length_of_the_run_is_given, "--num-rollout", (), ("--num-rollout",)),
@@ -56,6 +68,8 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
         ("--loss-type", "custom_loss"),
         (),
     ),
+    (required.companions_are_given, "--sglang-router-ip", ("--sglang-router-port", "3000"), ()),
+    (required.companions_are_given, "--sglang-router-port", ("--sglang-router-ip", "::1"), ()),
     (required.companions_are_given, "--max-tokens-per-gpu", ("--use-dynamic-batch-size",), ()),
     (required.companions_are_given, "--eval-interval", EVAL[:3], ()),
     (required.companions_are_given, "--lr-wsd-decay-iters", ("--lr-decay-style", "WSD"), ()),

@@ -218,3 +218,18 @@ def test_a_key_that_stands_twice_in_a_file_is_refused(tmp_path: Path) -> None:
     (problem,) = line.problems
     assert problem.flag == "--lr"
     assert "more than once" in problem.remedy
+
+
+def test_an_object_in_a_file_reaches_whoever_knows_the_flag_as_json(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text('sglang-json-model-override-args: {"rope": {"factor": 2.0}, "x": null}\n')
+    (flag,) = read_command_line(["--config", str(path)]).foreign
+    assert flag.words == ('{"rope": {"factor": 2.0}, "x": null}',)
+
+
+@pytest.mark.parametrize("name", ["help", "help-sglang", "help-router"])
+def test_help_is_nothing_for_a_file(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{name}: true\n")
+    (problem,) = read_command_line(["--config", str(path)]).problems
+    assert "has no place in a file" in problem.remedy

@@ -107,6 +107,41 @@ def test_all_problems_of_a_command_line_are_reported_in_one_go(
     assert all(f"  {flag} = " in text for flag in expected)
 
 
+def test_flags_of_engine_and_router_are_refused_where_the_engine_has_none(
+    valid: list[str],
+) -> None:
+    argv = [*valid, "--rollout-engine", "embedded", "--sglang-page-size", "16", "--router-policy"]
+    assert flags_of(argv) == {"--sglang-page-size", "--router-policy"}
+
+
+@pytest.mark.sglang
+def test_flags_of_engine_and_router_are_in_the_config(
+    valid: list[str], tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(package, "has_accelerator", lambda: True)
+    argv = ["--rollout-engine", "sglang", "--sglang-page-size", "16", "--router-policy", "random"]
+    config, _ = read_config([*valid, "--hf-checkpoint", str(tiny_qwen3), *argv])
+    assert config.sglang_argv == ("--page-size", "16")
+    assert config.router_argv == ("--policy", "random")
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize(
+    ("flag", "line"),
+    [
+        ("--help-sglang", "--sglang-enable-dp-attention"),
+        ("--help-router", "--router-balance-abs-threshold"),
+    ],
+)
+def test_the_flags_that_pass_through_are_listed(
+    capsys: pytest.CaptureFixture[str], flag: str, line: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_args([flag])
+    assert stop.value.code == 0
+    assert line in capsys.readouterr().out
+
+
 def test_a_value_that_cannot_be_read_has_no_second_problem(valid: list[str]) -> None:
     assert flags_of([*valid, "--num-rollout", "many"]) == {"--num-rollout"}
 

@@ -34,6 +34,7 @@ def machine(
     monkeypatch: pytest.MonkeyPatch, *, sglang: bool = True, accelerator: bool = False
 ) -> None:
     monkeypatch.setattr(package, "is_installed", lambda: sglang)
+    monkeypatch.setattr(package, "has_router", lambda: sglang)
     monkeypatch.setattr(package, "has_accelerator", lambda: accelerator)
     monkeypatch.setattr(package, "_has_cpu_platform", lambda: True)
 
@@ -135,3 +136,10 @@ def test_nothing_is_refused_where_there_is_no_engine(monkeypatch: pytest.MonkeyP
     config = job("sglang")
     supervised = replace(config, algorithm=replace(config.algorithm, loss_type="sft_loss"))
     assert rules.check(supervised) == []
+
+
+def test_a_router_is_needed_unless_one_runs_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, accelerator=True)
+    monkeypatch.setattr(package, "has_router", lambda: False)
+    assert "sglang-router==0.3.2" in only(rules.check(job("sglang"))).remedy
+    assert rules.check(job("sglang", sglang_router_ip="::1", sglang_router_port=3000)) == []
