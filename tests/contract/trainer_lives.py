@@ -69,6 +69,14 @@ def uninterrupted_life(config: MilesConfig, rollouts: Rollouts) -> dict[str, str
     return end
 
 
+def first_rollout(config: MilesConfig) -> int:
+    """Where a start begins."""
+    actor: Any = BACKENDS.load(config.cluster.train_backend)()
+    first = actor.init(config)
+    actor.shutdown()
+    return first
+
+
 def synced_life(config: MilesConfig, engines: EngineSet, rollouts: Rollouts) -> dict[str, Any]:
     """Sync, train, sync; what the engines hold each time, as rank 0 sees them."""
     actor: Any = BACKENDS.load(config.cluster.train_backend)()
