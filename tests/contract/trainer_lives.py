@@ -92,5 +92,16 @@ def synced_life(config: MilesConfig, engines: EngineSet, rollouts: Rollouts) -> 
     return seen
 
 
+def streamed_life(config: MilesConfig, rollouts: Rollouts) -> dict[str, Any]:
+    """What a sync would send before training and after."""
+    actor: Any = BACKENDS.load(config.cluster.train_backend)()
+    actor.init(config)
+    seen = {"before": _digests(actor)}
+    actor.train(0, rollouts[0][actor.parallel.dp_rank])
+    seen["trained"] = _digests(actor)
+    actor.shutdown()
+    return seen
+
+
 def _digests(actor: Any) -> dict[str, str]:
     return {weight.name: checksum(weight.tensor) for weight in actor.ops.hf_weights()}
