@@ -67,7 +67,7 @@ def peak_mib(tool: str, num_ranks: int, *arguments: str) -> float:
     drop at will, are left out."""
     start = [sys.executable]
     if num_ranks > 1:
-        start += ["-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     command = [*start, str(ROOT / "tools" / tool), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     deadline = time.monotonic() + TIMEOUT_S

@@ -65,3 +65,19 @@ def two_ranks() -> Iterator[Ranks]:
     ranks = Ranks(2)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def megatron_ranks() -> Iterator[Ranks]:
+    """Up to eight processes for the layouts of the Megatron backend; the first tests start few."""
+    ranks = Ranks(8)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models that fit every layout of the Megatron backend, by name."""
+    from tests.unit.backends.megatron_utils.made_models import make_models
+
+    return make_models(tmp_path_factory.mktemp("megatron-models"))

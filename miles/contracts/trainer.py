@@ -62,14 +62,18 @@ class TrainRayActor(ABC):
 
     @final
     def init(self, config: MilesConfig, *, with_ref: bool = False) -> int:
-        """Join the process group, bind the device, build; return the first rollout id to run."""
+        """Join the process group, bind the device, build; return the first rollout id to run:
+        ``--start-rollout-id`` where it is given, else the one behind the checkpoint's."""
         self.config = config
         distributed.init_process_group(config.cluster.distributed_timeout_minutes)
-        return self.build(with_ref=with_ref)
+        next_rollout_id = self.build(with_ref=with_ref)
+        given = config.data.start_rollout_id
+        return next_rollout_id if given is None else given
 
     @abstractmethod
     def build(self, *, with_ref: bool) -> int:
-        """Build model, optimizer and layout; resume from ``--load``; return the next rollout id."""
+        """Build model, optimizer and layout; resume from ``--load``; return the rollout id that
+        follows the checkpoint, 0 without one."""
 
     @property
     @abstractmethod

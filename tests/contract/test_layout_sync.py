@@ -1,6 +1,7 @@
 """In every layout of a backend engines get the checkpoint's weights, then the trained ones."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,34 +13,48 @@ from miles.config.root import MilesConfig
 from miles.config.weight_sync import WeightSyncConfig
 from miles.rollout.engine_set import HttpEngineSet
 from miles.weight_sync.checksums import checksum
-from tests.contract.trainer_lives import synced_life
+from tests.contract.trainer_lives import streamed_life, synced_life
 from tests.engine_process import running_engine
 from tests.ranks import Ranks
 from tests.unit.backends.fsdp_utils import jobs
 from tests.unit.backends.megatron_utils import engine_jobs
-from tests.unit.backends.megatron_utils.layouts import Layout
+from tests.unit.backends.megatron_utils.layouts import LAYOUTS, Layout, params
 
 pytestmark = pytest.mark.megatron
 
-LAYOUTS = {
-    "fsdp": None,
-    "tp2": Layout(tp=2, sequence_parallel=True),
-    "pp2": Layout(pp=2),
-    "cp2": Layout(cp=2),
-    "dp2": Layout(dp=2),
-    "ep2": Layout(ep=2, dp=2),
-    "tp2-ep2": Layout(tp=2, ep=2, sequence_parallel=True),
-    "tp2-etp2": Layout(tp=2, etp=2, sequence_parallel=True),
-}
-CASES = {
-    "tiny_qwen3": ("fsdp", "tp2", "pp2", "cp2", "dp2"),
-    "tiny_qwen3_moe": ("fsdp", "pp2", "dp2", "ep2", "tp2-ep2", "tp2-etp2"),
-}
-QUICK = {
-    ("tiny_qwen3", "tp2", "broadcast"),
-    ("tiny_qwen3", "pp2", "colocated"),
-    ("tiny_qwen3_moe", "ep2", "broadcast"),
-}
+NOT_SERVED = "qwen3_5"
+"""By the embedded engine, which keeps keys and values alone."""
+TRANSPORTS = ("broadcast", "colocated")
+FSDP_MODELS = ("tiny_qwen3", "tiny_qwen3_moe")
+BF16 = (
+    Layout(model="moe", ep=2, dp=2),
+    Layout(model="moe", tp=2, etp=2, sequence_parallel=True),
+)
+"""For a checkpoint in bf16, which the trainer holds in fp32."""
+
+
+def served() -> list[Any]:
+    """A model, the layout that trains it (``None``: FSDP on two ranks) and a transport. ``make
+    test`` runs each quick layout of the table once, with the transports in turn."""
+    cases = [case(model, None, t) for model in FSDP_MODELS for t in TRANSPORTS]
+    cases += [case("tiny_qwen3_moe", layout, t) for layout in BF16 for t in TRANSPORTS]
+    # Neighbours share an engine.
+    layouts = sorted((x for x in LAYOUTS if x.model != NOT_SERVED), key=lambda x: x.model)
+    turn = 0
+    for layout in layouts:
+        turn += layout.quick
+        for number, transport in enumerate(TRANSPORTS):
+            quick = layout.quick and turn % len(TRANSPORTS) == number
+            cases.append(case(layout.model, layout, transport, quick=quick))
+    return cases
+
+
+def case(model: str, layout: Layout | None, transport: str, *, quick: bool = False) -> Any:
+    marks = () if quick else pytest.mark.full
+    name = f"{layout or 'fsdp'}-{transport}"
+    if model.startswith("tiny"):
+        name = f"{model}-{name}"
+    return pytest.param(model, layout, transport, id=name, marks=marks)
 
 
 def make_config(model: Path, layout: Layout | None, transport: str) -> MilesConfig:
@@ -57,51 +72,80 @@ def make_config(model: Path, layout: Layout | None, transport: str) -> MilesConf
     )
 
 
-@pytest.fixture(scope="module", params=CASES)
-def model(request: pytest.FixtureRequest) -> tuple[str, Path]:
-    return request.param, request.getfixturevalue(request.param)
+def originals(model: Path) -> dict[str, str]:
+    stored = load_file(model / "model.safetensors")
+    return {name: checksum(tensor) for name, tensor in stored.items()}
+
+
+def assert_trained(lives: list[Any], original: dict[str, str]) -> None:
+    """Every rank has the same weights, of all names, most of which are not the checkpoint's."""
+    trained = lives[0]["trained"]
+    assert all(life["trained"] == trained for life in lives)
+    assert trained.keys() == original.keys()
+    assert sum(trained[name] != original[name] for name in trained) > len(trained) // 2
 
 
 @pytest.fixture(scope="module")
-def engines(
-    model: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[HttpEngineSet]:
-    with running_engine(model[1], tmp_path_factory.mktemp("engine")) as engine:
-        yield HttpEngineSet((engine.url,), timeout_s=60)
+def paths(models: dict[str, Path], tiny_qwen3: Path, tiny_qwen3_moe: Path) -> dict[str, Path]:
+    return {**models, "tiny_qwen3": tiny_qwen3, "tiny_qwen3_moe": tiny_qwen3_moe}
 
 
-@pytest.mark.parametrize(
-    ("model", "layout", "transport"),
-    [
-        pytest.param(
-            name,
-            layout,
-            transport,
-            marks=() if (name, layout, transport) in QUICK else (pytest.mark.full,),
-        )
-        for name, layouts in CASES.items()
-        for layout in layouts
-        for transport in ("colocated", "broadcast")
-    ],
-    indirect=["model"],
-)
+Serve = Callable[[Path], HttpEngineSet]
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """An engine of that model: the last one, if it has it."""
+    running = ExitStack()
+    served: dict[Path, HttpEngineSet] = {}
+
+    def engine_of(model: Path) -> HttpEngineSet:
+        if model not in served:
+            running.close()
+            served.clear()
+            engine = running.enter_context(running_engine(model, tmp_path_factory.mktemp("engine")))
+            served[model] = HttpEngineSet((engine.url,), timeout_s=60)
+        return served[model]
+
+    with running:
+        yield engine_of
+
+
+@pytest.mark.parametrize(("name", "layout", "transport"), served())
 def test_an_engine_holds_what_the_trainer_holds_before_and_after_training(
-    model: tuple[str, Path],
-    layout: str,
+    name: str,
+    layout: Layout | None,
     transport: str,
-    engines: HttpEngineSet,
-    two_ranks: Ranks,
+    serve: Serve,
+    megatron_ranks: Ranks,
+    paths: dict[str, Path],
 ) -> None:
-    path, sizes = model[1], LAYOUTS[layout]
-    config = make_config(path, sizes, transport)
-    rollouts = jobs.make_rollouts(config, 1, dp_size=2 if sizes is None else sizes.dp)
-    lives: list[Any] = two_ranks.run_well(synced_life, config, engines, rollouts)
-    stored = load_file(path / "model.safetensors")
-    original = {name: checksum(tensor) for name, tensor in stored.items()}
+    model = paths[name]
+    config = make_config(model, layout, transport)
+    dp_size, num_ranks = (2, 2) if layout is None else (layout.dp, layout.num_ranks)
+    rollouts = jobs.make_rollouts(config, 1, dp_size=dp_size)
+    lives: list[Any] = megatron_ranks.run_well(
+        synced_life, config, serve(model), rollouts, num_ranks=num_ranks
+    )
+    original = originals(model)
     (before,), (after,) = lives[0]["before"], lives[0]["after"]
     assert {name: before[name] for name in original} == original
     trained = lives[0]["trained"]
     assert {name: after[name] for name in trained} == trained
-    assert lives[1]["trained"] == trained
-    assert trained.keys() == original.keys()
-    assert sum(trained[name] != original[name] for name in trained) > len(trained) // 2
+    assert_trained(lives, original)
+
+
+@pytest.mark.parametrize("layout", params(x for x in LAYOUTS if x.model == NOT_SERVED))
+def test_a_model_that_no_engine_serves_leaves_the_trainer_whole(
+    layout: Layout, models: dict[str, Path], megatron_ranks: Ranks
+) -> None:
+    """What a sync would send: before training it is the checkpoint."""
+    path = models[layout.model]
+    config = make_config(path, layout, "broadcast")
+    rollouts = jobs.make_rollouts(config, 1, dp_size=layout.dp)
+    lives: list[Any] = megatron_ranks.run_well(
+        streamed_life, config, rollouts, num_ranks=layout.num_ranks
+    )
+    original = originals(path)
+    assert all(life["before"] == original for life in lives)
+    assert_trained(lives, original)

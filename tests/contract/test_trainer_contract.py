@@ -20,7 +20,12 @@ from miles.config.weight_sync import WeightSyncConfig
 from miles.contracts.trainer import TrainRayActor
 from miles.rollout.batch import make_batches
 from miles.rollout.engine_set import HttpEngineSet
-from tests.contract.trainer_lives import first_life, second_life, uninterrupted_life
+from tests.contract.trainer_lives import (
+    first_life,
+    first_rollout,
+    second_life,
+    uninterrupted_life,
+)
 from tests.engine_process import running_engine
 from tests.ranks import Ranks
 from tests.unit.rollout.made_samples import made_groups
@@ -148,6 +153,15 @@ def test_a_resumed_run_ends_with_the_bits_of_the_uninterrupted_one(lives: Lives)
     for first, second, whole in zip(lives.first, lives.second, lives.uninterrupted, strict=True):
         assert second["resumed"] == first["end"]
         assert second["end"] == whole != first["end"]
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_an_explicit_first_rollout_is_kept_without_a_tracker(
+    two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path, backend: str
+) -> None:
+    config = make_config(backend, tiny_qwen3, tmp_path)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, start_rollout_id=5))
+    assert two_ranks.run_well(first_rollout, config) == [5, 5]
 
 
 def test_a_backend_that_leaves_a_method_out_cannot_be_made() -> None:

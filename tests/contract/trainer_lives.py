@@ -69,6 +69,14 @@ def uninterrupted_life(config: MilesConfig, rollouts: Rollouts) -> dict[str, str
     return end
 
 
+def first_rollout(config: MilesConfig) -> int:
+    """Where a start begins."""
+    actor: Any = BACKENDS.load(config.cluster.train_backend)()
+    first = actor.init(config)
+    actor.shutdown()
+    return first
+
+
 def synced_life(config: MilesConfig, engines: EngineSet, rollouts: Rollouts) -> dict[str, Any]:
     """Sync, train, sync; what the engines hold each time, as rank 0 sees them."""
     actor: Any = BACKENDS.load(config.cluster.train_backend)()
@@ -79,6 +87,17 @@ def synced_life(config: MilesConfig, engines: EngineSet, rollouts: Rollouts) -> 
     actor.train(0, rollouts[0][actor.parallel.dp_rank])
     actor.update_weights(engines)
     seen["after"] = engines.weight_checksums() if is_first else None
+    seen["trained"] = _digests(actor)
+    actor.shutdown()
+    return seen
+
+
+def streamed_life(config: MilesConfig, rollouts: Rollouts) -> dict[str, Any]:
+    """What a sync would send before training and after."""
+    actor: Any = BACKENDS.load(config.cluster.train_backend)()
+    actor.init(config)
+    seen = {"before": _digests(actor)}
+    actor.train(0, rollouts[0][actor.parallel.dp_rank])
     seen["trained"] = _digests(actor)
     actor.shutdown()
     return seen

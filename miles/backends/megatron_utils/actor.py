@@ -43,10 +43,7 @@ class MegatronTrainRayActor(TrainRayActor):
         self._weight_sync = make_weight_sync(config)
         self._timer = Timer()
         self._ref_has_moved = config.algorithm.ref_update_interval is not None
-        next_rollout_id = 0 if step is None else self._resume(step)
-        if config.data.start_rollout_id is not None:
-            next_rollout_id = config.data.start_rollout_id
-        return next_rollout_id
+        return 0 if step is None else self._resume(step)
 
     @property
     def parallel(self) -> ParallelState:

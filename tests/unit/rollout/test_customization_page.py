@@ -1,10 +1,10 @@
-"""Every example of docs/customization.md is loaded as its flag loads it, and run."""
+"""Every example of docs/customization.md is loaded as its flag loads it, and run; those of the
+Megatron backend by ``tests/unit/backends/megatron_utils/test_hooks.py``."""
 
 import asyncio
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,9 @@ from miles.rollout.prompts import load_tool_specs
 from miles.rollout.rewards.score import make_reward, score
 from miles.rollout.steps import sampling_params
 from tests.unit.backends.training_utils.made_batches import micro_batch
+from tests.unit.customization_page import PAGE, write_examples
 from tests.unit.rollout.scripted import ListSource, ScriptedEngines, made_config, made_prompt
 
-PAGE = Path(__file__).parents[3] / "docs" / "customization.md"
 FUNCTION_OF = {
     "data_source_path": "AdditionSource",
     "rollout_function_path": "rollout",
@@ -49,8 +49,7 @@ FUNCTION_OF = {
 def hooks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The page's examples as the module that it says they are."""
     folder = tmp_path_factory.mktemp("user")
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    (folder / "my_hooks.py").write_text("\n\n".join(blocks))
+    write_examples(folder)
     sys.path.insert(0, str(folder))
     import my_hooks  # pyright: ignore[reportMissingImports]
 
@@ -190,31 +189,3 @@ def test_the_training_examples_compute(hooks: Any) -> None:
     assert output.loss.item() == pytest.approx(1.25)
     weights = hooks.importance_weights(torch.tensor([0.0, 0.6, -0.7, 0.8]), batch, made_config())
     assert weights.tolist() == [1.0, 1.0, 0.0, 0.0]
-
-
-def test_the_megatron_examples_change_what_they_say(
-    hooks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a plain module; the norm of (3, 4) is 5."""
-    from argparse import Namespace
-
-    args = Namespace(rank=2)
-    hooks.megatron_init(args)
-    assert args.moe_aux_loss_coeff == 1e-3
-    monkeypatch.chdir(tmp_path)
-    module = torch.nn.Linear(2, 1, bias=False)
-    module.weight.data = torch.tensor([[3.0, -4.0]])
-    hooks.megatron_before_log_prob(args, [module], "ref_")
-    hooks.megatron_before_log_prob(args, [module], "")
-    assert (tmp_path / "weight_norm_2.jsonl").read_text() == '{"norm": 5.0}\n'
-
-    class Optimizer:
-        reloaded = 0
-
-        def reload_model_params(self) -> None:
-            self.reloaded += 1
-
-    optimizer = Optimizer()
-    hooks.megatron_before_train_step(args, 0, 0, [module], optimizer, None)
-    assert module.weight.tolist() == [[1.0, -1.0]]
-    assert optimizer.reloaded == 1

@@ -44,7 +44,7 @@ def plain_training(
         samples = [s for group in make_groups(rollout, LENGTHS) for s in group]
         for step in (samples[:STEP], samples[STEP:]):
             adam.zero_grad()
-            loss = sum(_negative_log_likelihood(model, s) for s in step)
+            loss = sum(negative_log_likelihood(logits_of(model, s), s) for s in step)
             loss = loss / sum(sum(s.loss_mask) for s in step)
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -54,9 +54,13 @@ def plain_training(
     return steps, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def _negative_log_likelihood(model: Any, sample: Sample) -> Tensor:
+def logits_of(model: Any, sample: Sample) -> Tensor:
+    return model(input_ids=torch.tensor(sample.tokens)[None], use_cache=False).logits[0]
+
+
+def negative_log_likelihood(logits: Tensor, sample: Sample) -> Tensor:
+    """Summed over the tokens that count; ``logits`` of all tokens of the sample."""
     tokens = torch.tensor(sample.tokens)
-    logits = model(input_ids=tokens[None], use_cache=False).logits[0]
     log_probs = torch.log_softmax(logits[:-1], -1).gather(1, tokens[1:, None]).squeeze(1)
     return -(log_probs[-sample.response_length :] * torch.tensor(sample.loss_mask)).sum()
 

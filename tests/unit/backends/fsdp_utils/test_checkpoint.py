@@ -121,11 +121,6 @@ def test_another_number_of_ranks_continues_with_its_own_random_state(
     assert again[0]["weights"] == more["weights"]
 
 
-def test_an_explicit_first_rollout_wins(two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path) -> None:
-    config = saving(make_config(tiny_qwen3, data={"start_rollout_id": 5}), tmp_path)
-    assert [answer["first"] for answer in two_ranks.run_well(load_and_report, config)] == [5, 5]
-
-
 def test_without_its_optimizer_a_checkpoint_continues_with_fresh_moments(
     two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
 ) -> None:

@@ -1,28 +1,13 @@
-"""Megatron in this process and on ranks of its own."""
+"""Megatron in this process, and command lines for it."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from miles.backends.megatron_utils import cpu_platform
-from tests.ranks import Ranks
 from tests.unit.backends.megatron_utils.made_lines import Line, make_line
-from tests.unit.backends.megatron_utils.made_models import make_models
 
 cpu_platform.install()
-
-
-@pytest.fixture(scope="session")
-def megatron_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(8)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_models(tmp_path_factory.mktemp("megatron-models"))
 
 
 @pytest.fixture

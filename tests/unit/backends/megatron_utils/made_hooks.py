@@ -1,12 +1,9 @@
-"""Hooks of a user: a log of what ran when, and weight clipping."""
+"""Hooks of a user: a log of what ran when."""
 
 from argparse import Namespace
 from typing import Any
 
-import torch
 from torch import nn
-
-BOUND = 0.02
 
 seen: list[tuple[Any, ...]] = []
 """Of this process."""
@@ -33,20 +30,3 @@ def before_step(
 ) -> None:
     del args, model, optimizer
     seen.append(("step", rollout_id, step_id, opt_param_scheduler.num_steps))
-
-
-def clip_weights(
-    args: Namespace,
-    rollout_id: int,
-    step_id: int,
-    model: list[nn.Module],
-    optimizer: Any,
-    opt_param_scheduler: Any,
-) -> None:
-    """In the model and in the optimizer's main weights."""
-    del args, rollout_id, step_id, opt_param_scheduler
-    with torch.no_grad():
-        for chunk in model:
-            for parameter in chunk.parameters():
-                parameter.clamp_(-BOUND, BOUND)
-    optimizer.reload_model_params()

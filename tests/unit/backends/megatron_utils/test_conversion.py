@@ -13,13 +13,26 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.convert_memory import MIB, both_ways, make_model
 from miles.backends.training_utils.checkpoints import TRACKER
 from scripts.made_models import make_qwen3, make_qwen3_5, make_qwen3_moe
+from tests.ranks import Ranks
+from tests.unit.backends.fsdp_utils import jobs
+from tools.convert_fsdp_to_hf import main as fsdp_to_hf
 from tools.convert_hf_to_torch_dist import main as hf_to_torch_dist
 from tools.convert_torch_dist_to_hf import main as torch_dist_to_hf
 
 ROOT = Path(__file__).parents[4]
 TIMEOUT_S = 180
+UNTIL_A_FILE_IS_TOO_LARGE = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
+from tools.convert_torch_dist_to_hf import main
+main(sys.argv[2:])
+"""
+"""The system kills this process, as SIGKILL does, at the byte that its first argument says."""
 
 
 def command(tool: str, *arguments: str, num_ranks: int | None = None) -> list[str]:
@@ -110,6 +123,31 @@ def test_layers_that_differ_survive_other_layouts(tmp_path: Path) -> None:
     assert_equal_directories(hf, Path(back))
 
 
+@pytest.mark.parametrize(
+    "model", ["tiny_qwen3", pytest.param("tiny_qwen3_moe", marks=pytest.mark.full)]
+)
+def test_what_fsdp_saved_survives_the_way_through_torch_dist(
+    megatron_ranks: Ranks, request: pytest.FixtureRequest, model: str, tmp_path: Path
+) -> None:
+    """Trained weights: DCP -> Hugging Face -> torch_dist -> Hugging Face, on other ranks each."""
+    source: Path = request.getfixturevalue(model)
+    dcp, hf, there, back = (str(tmp_path / name) for name in ("dcp", "hf", "torch_dist", "back"))
+    config = jobs.make_config(source, checkpoint={"save": dcp})
+    rollouts = jobs.make_rollouts(config, 1)
+    (sent, _) = megatron_ranks.run_well(jobs.train_rollouts, config, rollouts, 0, (0,), num_ranks=2)
+    fsdp_to_hf(["--load", dcp, "--hf-checkpoint", str(source), "--save", hf])
+    argv = ["--hf-checkpoint", hf, "--save", there]
+    megatron_ranks.run_well(hf_to_torch_dist, argv, num_ranks=2)
+    argv = ["--load", there, "--hf-checkpoint", hf, "--save", back]
+    layout = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    megatron_ranks.run_well(torch_dist_to_hf, argv + layout, num_ranks=2)
+    assert_equal_directories(Path(hf), Path(back))
+    found = {name: jobs.as_bytes(tensor) for name, tensor in stored(Path(back)).items()}
+    assert found == sent["weights"]
+    assert stored(source).keys() == found.keys()
+    assert found != {name: jobs.as_bytes(tensor) for name, tensor in stored(source).items()}
+
+
 Refusal = tuple[Callable[[list[str]], None], dict[str, str], tuple[str, ...]]
 
 REFUSED: dict[str, Refusal] = {
@@ -189,3 +227,50 @@ def test_a_killed_conversion_is_no_checkpoint_and_runs_again(tmp_path: Path) -> 
     ran_well("convert_hf_to_torch_dist", *arguments)
     assert (save / TRACKER).exists()
     assert not list(save.glob("*.tmp"))
+
+
+@pytest.mark.full
+def test_a_killed_export_leaves_no_directory_of_its_name_and_runs_again(
+    megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    there, back = tmp_path / "torch_dist", tmp_path / "back"
+    staged = tmp_path / "back.tmp" / "model.safetensors"
+    argv = ["--hf-checkpoint", str(tiny_qwen3), "--save", str(there)]
+    megatron_ranks.run_well(hf_to_torch_dist, argv, num_ranks=1)
+    half = (tiny_qwen3 / "model.safetensors").stat().st_size // 2
+    argv = ["--load", str(there), "--hf-checkpoint", str(tiny_qwen3), "--save", str(back)]
+    killed = subprocess.run(
+        [sys.executable, "-c", UNTIL_A_FILE_IS_TOO_LARGE, str(half), *argv],
+        cwd=ROOT,
+        # A file of byte code may be larger.
+        env={**environment(), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGXFSZ, killed.stdout + killed.stderr
+    assert 0 < staged.stat().st_size <= half
+    assert not back.exists()
+    megatron_ranks.run_well(torch_dist_to_hf, argv, num_ranks=1)
+    assert_equal_directories(tiny_qwen3, back)
+    assert not staged.parent.exists()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_rank_that_converts_holds_its_share_of_the_model_and_a_few_layers(
+    tmp_path: Path,
+) -> None:
+    """Beyond what it holds with a model of a few kilobytes; memory is sampled, so the bound is
+    loose, but a rank that holds all of the model is beyond it."""
+    num_layers, num_ranks = 48, 2
+    model, empty = tmp_path / "model", make_qwen3(tmp_path / "empty", num_layers=num_layers)
+    num_bytes = make_model(model, 512, num_layers)
+    layer = sum(t.nbytes for n, t in stored(model).items() if n.startswith("model.layers.0."))
+    bound = 1.5 * num_bytes / num_ranks + 4 * layer
+    assert bound < num_bytes
+    least = both_ways(empty, tmp_path / "out", num_ranks)
+    most = both_ways(model, tmp_path / "out", num_ranks)
+    for before, peak in zip(least, most, strict=True):
+        assert (peak - before) * MIB < bound

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.ranks import Ranks
 from tests.unit.backends.fsdp_utils.jobs import LENGTHS, make_groups, make_rollouts
-from tests.unit.backends.fsdp_utils.test_actor import SUPERVISED
+from tests.unit.backends.fsdp_utils.test_actor import SUPERVISED, negative_log_likelihood
 from tests.unit.backends.megatron_utils.engine_jobs import make_config, train_rollouts
 from tests.unit.backends.megatron_utils.layouts import RECOMPUTE, Layout, params
 
@@ -72,10 +72,7 @@ def plain(models: dict[str, Path]) -> list[Step]:
         for sample in step:
             tokens = torch.tensor(sample.tokens)
             out = model(input_ids=tokens[None], use_cache=False, output_router_logits=True)
-            log_probs = torch.log_softmax(out.logits[0, :-1], -1)
-            log_probs = log_probs.gather(1, tokens[1:, None]).squeeze(1)
-            mask = torch.tensor(sample.loss_mask)
-            nll = -(log_probs[-sample.response_length :] * mask).sum() / num_targets
+            nll = negative_log_likelihood(out.logits[0], sample) / num_targets
             auxiliary = auxiliary_losses(out.router_logits) * len(tokens) / num_tokens
             (nll + (torch.tensor([AUX, Z]) * auxiliary).sum()).backward()
             loss += nll.item()
