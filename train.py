@@ -40,7 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(parse_args(argv))
     except KeyboardInterrupt:
-        print("interrupted: every process of this run has been ended", file=sys.stderr)
+        print(
+            "interrupted: every process of this run has been ended; with --load it goes on from "
+            "its last checkpoint, if it saved one (--save, --save-interval)",
+            file=sys.stderr,
+        )
         return 130
 
 

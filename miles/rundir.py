@@ -45,6 +45,7 @@ def with_wandb_run(config: MilesConfig) -> MilesConfig:
 
 
 def make_tracker(config: MilesConfig, run_dir: Path) -> Tracker:
+    """Raises ``ConfigError`` where nothing can be written."""
     options = config.observability
     wandb = WandbSettings(
         project=options.wandb_project,
@@ -55,11 +56,16 @@ def make_tracker(config: MilesConfig, run_dir: Path) -> Tracker:
         run_id=options.wandb_run_id,
         config=config.to_dict(),
     )
-    return Tracker(
-        run_dir,
-        tensorboard_dir=options.tensorboard_dir,
-        wandb=wandb if options.use_wandb else None,
-    )
+    try:
+        return Tracker(
+            run_dir,
+            tensorboard_dir=options.tensorboard_dir,
+            wandb=wandb if options.use_wandb else None,
+        )
+    except OSError as error:
+        flags = "--run-dir, --tensorboard-dir, --wandb-dir"
+        values = ", ".join(map(str, (run_dir, options.tensorboard_dir, options.wandb_dir)))
+        raise ConfigError([Problem(flags, values, f"cannot be written: {error}")]) from error
 
 
 def write_samples(run_dir: Path, rollout_id: int, samples: list[dict[str, Any]]) -> None:

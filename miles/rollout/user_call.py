@@ -87,12 +87,18 @@ async def call_bounded(function: Callable[..., Any], *args: Any, timeout_s: floa
     """
     if is_async(function):
         async with asyncio.timeout(timeout_s):
-            return await function(*args)
+            try:
+                return await function(*args)
+            except SystemExit as error:
+                raise _exited(error) from error
     start_s = list[float]()
 
     def run() -> Any:
         start_s.append(time.monotonic())
-        return function(*args)
+        try:
+            return function(*args)
+        except SystemExit as error:
+            raise _exited(error) from error
 
     future = USER_THREADS.submit(run)
     result = asyncio.wrap_future(future)
@@ -107,3 +113,8 @@ async def call_bounded(function: Callable[..., Any], *args: Any, timeout_s: floa
     finally:
         if not future.done():
             USER_THREADS.abandon(future)
+
+
+def _exited(error: SystemExit) -> RuntimeError:
+    """In a task, an event loop would take the original for its own end."""
+    return RuntimeError(f"it called sys.exit({error.code!r})")

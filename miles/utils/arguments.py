@@ -135,7 +135,7 @@ def check_models(config: MilesConfig) -> list[Problem]:
     paths = [("hf_checkpoint", config.rollout.hf_checkpoint)]
     problems: list[Problem] = []
     if reference is not None and holds_steps(reference) and _trains_with_megatron(config):
-        problems += [replace(p, flag="--ref-load") for p in check_load(reference)]
+        problems += [replace(p, flag="--ref-load") for p in check_load(reference, "megatron")]
     else:
         paths.append(("ref_load", reference))
         problems += _unused_reference(config)
@@ -169,7 +169,7 @@ def _trains_with_megatron(config: MilesConfig) -> bool:
 
 def check_checkpoint(config: MilesConfig) -> list[Problem]:
     """What --load names is a checkpoint or the place of a fresh start."""
-    return check_load(config.checkpoint.load)
+    return check_load(config.checkpoint.load, config.cluster.train_backend)
 
 
 def check_recorded_rollouts(config: MilesConfig) -> list[Problem]:
@@ -192,7 +192,14 @@ def check_places(config: MilesConfig) -> list[Problem]:
         "save": config.checkpoint.save,
         "run_dir": config.observability.run_dir,
         "tensorboard_dir": config.observability.tensorboard_dir,
+        "wandb_dir": config.observability.wandb_dir,
     }
+    files = {
+        "save_hf": config.checkpoint.save_hf,
+        "save_debug_rollout_data": config.observability.save_debug_rollout_data,
+        "save_trigger_sentinel": config.checkpoint.save_trigger_sentinel,
+    }
+    directories |= {dest: os.path.dirname(path) or "." for dest, path in files.items() if path}
     problems: list[Problem] = []
     for dest, directory in directories.items():
         reason = None if directory is None else places.reason_against(directory)

@@ -156,7 +156,7 @@ def test_an_interrupt_ends_every_process_and_leaves_the_last_checkpoint_valid(
     output, _ = process.communicate(timeout=100)
     assert process.returncode == 130, output
     assert not engines_of(own_model)
-    assert check_load(str(tmp_path / "ckpt")) == []
+    assert check_load(str(tmp_path / "ckpt"), "fsdp") == []
     assert (read_tracker(tmp_path / "ckpt") or 0) >= 2
 
 
@@ -218,7 +218,7 @@ def test_a_disk_that_fills_during_a_save_leaves_the_older_checkpoint(
         assert "saving after rollout 1" in result.stderr
         assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2], "it was trained"
         assert read_tracker(disk / "ckpt") == 1
-        assert check_load(str(disk / "ckpt")) == []
+        assert check_load(str(disk / "ckpt"), "fsdp") == []
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 from miles.backends.fsdp_utils.checkpoint import BACKEND
 from miles.backends.fsdp_utils.weights import Weight, dtypes_by_key, match_weights
 from miles.backends.training_utils import checkpoints
-from miles.backends.training_utils.checkpoint_writer import check_backend
-from miles.backends.training_utils.hf_export import export_hf
+from miles.backends.training_utils.hf_export import check_target, export_hf
 from miles.backends.training_utils.hf_files import checkpoint_dtypes
 from miles.config.errors import ConfigError, Problem
 from miles.contracts.types import NamedTensor
@@ -29,11 +28,12 @@ def fsdp_to_hf(load: str, hf_checkpoint: str, save: str) -> None:
     weights. Raises ``ConfigError`` or ``CheckpointDirError``.
     """
     hf.check_directory(hf_checkpoint)
+    check_target(save, hf_checkpoint)
     step = checkpoints.resolve_load(load, announce=False)
     if step is None:
         raise ConfigError([Problem("--load", load, "holds no checkpoint")])
     metadata = checkpoints.verify(step)
-    check_backend(step, metadata, BACKEND)
+    checkpoints.check_backend(step, metadata, BACKEND)
     with torch.device("meta"):
         config = hf.load_config(hf_checkpoint)
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)

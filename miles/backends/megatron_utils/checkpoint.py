@@ -21,7 +21,6 @@ from miles.backends.training_utils import checkpoints
 from miles.backends.training_utils.checkpoint_writer import (
     CheckpointWriter,
     causes,
-    check_backend,
     derived_seed,
 )
 from miles.config.checkpoint import CheckpointConfig
@@ -259,5 +258,5 @@ def _weights_step(directory: str) -> Path | None:
     if step is None:
         remedy = "is neither a Hugging Face directory nor one that tools/convert_* wrote"
         raise ConfigError([Problem("--load", directory, remedy)])
-    check_backend(step, checkpoints.verify(step), BACKEND)
+    checkpoints.check_backend(step, checkpoints.verify(step), BACKEND)
     return step

@@ -24,7 +24,7 @@ from miles.backends.megatron_utils.initialize import destroy, initialize  # noqa
 from miles.backends.megatron_utils.sharded_state import TrainerState  # noqa: E402
 from miles.backends.megatron_utils.weights import exported, load_hf, stream_hf  # noqa: E402
 from miles.backends.training_utils import checkpoints  # noqa: E402
-from miles.backends.training_utils.hf_export import export_hf  # noqa: E402
+from miles.backends.training_utils.hf_export import check_target, export_hf  # noqa: E402
 from miles.backends.training_utils.hf_files import HFFiles  # noqa: E402
 from miles.config.checkpoint import CheckpointConfig  # noqa: E402
 from miles.config.cluster import ClusterConfig  # noqa: E402
@@ -55,7 +55,8 @@ def hf_to_torch_dist(hf_checkpoint: str, save: str, megatron_flags: Sequence[str
 
     Raises ``ConfigError`` or ``CheckpointDirError``; nothing that could be loaded is then there.
     """
-    _check_target(save)
+    check_target(save, hf_checkpoint)
+    _check_no_run(save)
     config = _config(hf_checkpoint, CheckpointConfig(save=save), megatron_flags)
     with _joined(config) as args:
         state = TrainerState(args=args, chunks=build_chunks(args, trainable=False))
@@ -72,6 +73,7 @@ def torch_dist_to_hf(
     Collective over torchrun's ranks, or one process alone. Tensors that are not trained (vision)
     are copied. Raises ``ConfigError`` or ``CheckpointDirError``.
     """
+    check_target(save, hf_checkpoint)
     config = _config(hf_checkpoint, CheckpointConfig(load=load), megatron_flags)
     files = HFFiles(hf_checkpoint)
     with _joined(config) as args:
@@ -99,7 +101,7 @@ def _converter(hf_checkpoint: str, spec: Spec) -> Converter:
         raise ConfigError([Problem("--hf-checkpoint", hf_checkpoint, str(error))]) from error
 
 
-def _check_target(save: str) -> None:
+def _check_no_run(save: str) -> None:
     """Refuse to reset the tracker of a run's checkpoints."""
     newest = checkpoints.read_tracker(save)
     if newest:

@@ -5,6 +5,7 @@ throughout.
 """
 
 import hashlib
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from miles.backends.training_utils import checkpoints
 from miles.config.checkpoint import CheckpointConfig
-from miles.config.errors import ConfigError, Problem
+from miles.config.errors import ConfigError
 from miles.core import distributed, logging
 
 log = logging.get(__name__)
@@ -59,7 +60,7 @@ class CheckpointWriter:
                     checkpoints.recover(self._config.save)
                 step = checkpoints.resolve_load(self._config.load)
                 if step is not None:
-                    check_backend(step, checkpoints.verify(step), self._backend)
+                    checkpoints.check_backend(step, checkpoints.verify(step), self._backend)
             except (OSError, ConfigError) as caught:
                 error = caught
         distributed.raise_together(error, "--load")
@@ -110,6 +111,10 @@ class CheckpointWriter:
         assert self._config.save is not None, "--save"
         return self._config.save
 
+    def _space(self) -> str:
+        free = shutil.disk_usage(self._directory).free
+        return f"{free / 2**20:,.1f} MiB are free in {self._directory}"
+
     def _write(
         self, iteration: int, write_parts: Callable[[Path], None], metadata: Mapping[str, Any]
     ) -> None:
@@ -131,7 +136,11 @@ class CheckpointWriter:
         try:
             action()
         except CheckpointException as caught:  # not an ``Exception``
-            error = OSError(f"{_what(iteration)}: {causes(caught)}")
+            error = OSError(f"{_what(iteration)}: {causes(caught)}; {self._space()}")
+        except RuntimeError as caught:
+            # PyTorch's writer has no word for a full disk.
+            error = RuntimeError(f"{caught}; {self._space()}")
+            error.__cause__ = caught
         except Exception as caught:  # whatever it is, the other ranks must hear of it
             error = caught
         try:
@@ -140,14 +149,6 @@ class CheckpointWriter:
             if distributed.rank() == 0:
                 checkpoints.discard_staging(self._directory, iteration)
             raise
-
-
-def check_backend(step: Path, metadata: Mapping[str, Any], backend: str) -> None:
-    """Raise ``ConfigError`` for a checkpoint that another backend wrote."""
-    writer = metadata.get("backend")
-    if writer != backend:
-        remedy = f"{step} was written by the {writer} backend, this run is {backend}"
-        raise ConfigError([Problem("--load", str(step.parent), remedy)])
 
 
 def causes(error: BaseException) -> str:

@@ -144,15 +144,27 @@ def resolve_load(load: str | None, *, announce: bool = True) -> Path | None:
     raise _refused(load, f"{TRACKER} says {iteration} but {final} is missing; {_steps(folder)}")
 
 
-def check_load(load: str | None) -> list[Problem]:
-    """The same rules when the command line is parsed, plus sizes of the files; reads no tensor."""
+def check_load(load: str | None, backend: str) -> list[Problem]:
+    """The same rules when the command line is parsed, plus sizes of the files and that ``backend``
+    wrote them; reads no tensor."""
     try:
         step = resolve_load(load, announce=False)
         if step is not None:
-            verify(step)
+            check_backend(step, verify(step), backend)
     except ConfigError as error:
         return list(error.problems)
     return []
+
+
+def check_backend(step: Path, metadata: Mapping[str, Any], backend: str) -> None:
+    """Raise ``ConfigError`` for a checkpoint that another backend wrote."""
+    writer = metadata.get("backend")
+    if writer != backend:
+        remedy = (
+            f"{step} was written by the {writer} backend, this run is {backend}; train with that "
+            "one, or convert the checkpoint (docs/conversion.md)"
+        )
+        raise ConfigError([Problem("--load", str(step.parent), remedy)])
 
 
 def first_rollout_id(load: str | None) -> int:

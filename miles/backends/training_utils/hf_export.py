@@ -1,6 +1,7 @@
 """Writing a Hugging Face directory from a stream of full tensors."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,8 +9,9 @@ from pathlib import Path
 import torch
 
 from miles.backends.training_utils.safetensors_file import Described, SafetensorsFile
+from miles.config.errors import ConfigError, Problem
 from miles.contracts.types import NamedTensor
-from miles.core import distributed
+from miles.core import distributed, places
 
 SHARD_BYTES = 5 * 10**9
 """Largest file of an export."""
@@ -59,6 +61,15 @@ def export_hf(
             writer.abandon()
         shutil.rmtree(staging, ignore_errors=True)
     distributed.raise_together(error, f"export to {directory}")
+
+
+def check_target(save: str, source: str) -> None:
+    """Raise ``ConfigError`` for a place that cannot be written, or that is what is converted."""
+    reason = places.reason_against(save)
+    if os.path.realpath(save) == os.path.realpath(source):
+        reason = "is the directory that is converted; give another"
+    if reason is not None:
+        raise ConfigError([Problem("--save", save, reason)])
 
 
 class _ShardWriter:

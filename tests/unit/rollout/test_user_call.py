@@ -1,4 +1,5 @@
 import asyncio
+import sys
 import threading
 import time
 from typing import Any
@@ -26,6 +27,15 @@ def test_an_error_reaches_the_caller() -> None:
 
     with pytest.raises(KeyError):
         asyncio.run(call_bounded(fail, timeout_s=5.0))
+
+
+def test_a_call_that_ends_the_program_is_an_error_of_that_call() -> None:
+    async def leave() -> None:
+        sys.exit(3)
+
+    for function in (leave, lambda: sys.exit(3)):
+        with pytest.raises(RuntimeError, match=r"sys\.exit\(3\)"):
+            asyncio.run(call_bounded(function, timeout_s=5.0))
 
 
 def test_a_call_that_hangs_is_given_up_and_others_go_on() -> None:

@@ -206,7 +206,7 @@ def test_a_first_recorded_rollout_that_is_not_there_is_refused(
     # The rollout that the run starts with, or goes on with.
     late = ["--num-rollout", "9", "--start-rollout-id", "1"]
     assert flags_of([*debug, *late]) == {"--load-debug-rollout-data"}
-    checkpoint = str(made_checkpoint(tmp_path / "ckpt"))
+    checkpoint = str(made_checkpoint(tmp_path / "ckpt", "fsdp"))
     resumed = [*debug, "--num-rollout", "9", "--load", checkpoint]
     assert flags_of(resumed) == {"--load-debug-rollout-data"}
     save_groups(template, 3, [])
@@ -269,11 +269,11 @@ def test_flags_of_megatron_are_refused_under_fsdp(valid: list[str]) -> None:
     assert flags_of(argv) == {"--custom-megatron-init-path", "--num-layers"}
 
 
-def made_checkpoint(folder: Path) -> Path:
+def made_checkpoint(folder: Path, backend: str = "megatron") -> Path:
     """A step that is complete as far as a check without tensors can see."""
     checkpoints.prepare_staging(folder, 3, ("part",))
     (checkpoints.staging_dir(folder, 3) / "part").write_text("tensors")
-    checkpoints.publish(folder, 3, {"backend": "megatron"})
+    checkpoints.publish(folder, 3, {"backend": backend})
     return folder
 
 
@@ -342,3 +342,21 @@ def test_the_provider_adds_every_flag_to_a_parser_of_someone_else() -> None:
     assert namespace.lr == 1e-6
     assert namespace.rollout_batch_size == 4
     assert namespace.n_samples_per_prompt == 1
+
+
+def test_a_checkpoint_of_the_other_backend_is_refused(valid: list[str], tmp_path: Path) -> None:
+    checkpoint = str(made_checkpoint(tmp_path / "ckpt"))
+    with pytest.raises(ConfigError, match=r"--load = .*written by the megatron backend"):
+        read_config([*valid, "--load", checkpoint])
+
+
+@pytest.mark.parametrize(
+    "flag", ["--save-hf", "--save-debug-rollout-data", "--save-trigger-sentinel"]
+)
+def test_a_file_that_is_to_be_written_below_another_file_is_refused(
+    valid: list[str], tmp_path: Path, flag: str
+) -> None:
+    (tmp_path / "file").touch()
+    argv = [*valid, "--save", str(tmp_path / "ckpt"), "--save-interval", "1"]
+    path = str(tmp_path / "file" / "x-{rollout_id}")
+    assert flags_of([*argv, flag, path]) == {flag}

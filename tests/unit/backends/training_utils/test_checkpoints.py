@@ -15,7 +15,7 @@ def save(folder: Path, iteration: int, content: str = "weights") -> Path:
 
 
 def remedy(load: Path) -> str:
-    (problem,) = checkpoints.check_load(str(load))
+    (problem,) = checkpoints.check_load(str(load), "fsdp")
     assert problem.flag == "--load"
     with pytest.raises(ConfigError, match="--load"):
         checkpoints.verify(checkpoints.resolve_load(str(load)) or load)
@@ -54,7 +54,7 @@ def test_a_directory_without_checkpoints_is_a_fresh_start_with_one_line(
     assert checkpoints.resolve_load(str(folder)) is None
     (line,) = lines
     assert str(folder) in line
-    assert checkpoints.check_load(str(folder)) == []
+    assert checkpoints.check_load(str(folder), "fsdp") == []
     assert checkpoints.resolve_load(str(folder), announce=False) is None
     assert lines == [line], "the other processes of a job that look there say nothing"
 
@@ -93,7 +93,7 @@ def test_weights_that_megatron_itself_released_are_a_first_start(tmp_path: Path)
     released.mkdir()
     (released / checkpoints.METADATA).write_text('{"sharded_backend": "torch_dist"}')
     (tmp_path / checkpoints.TRACKER).write_text("release")
-    assert checkpoints.check_load(str(tmp_path)) == []
+    assert checkpoints.check_load(str(tmp_path), "megatron") == []
     assert checkpoints.resolve_load(str(tmp_path)) == released
     assert checkpoints.is_weights_only(released)
     assert checkpoints.read_metadata(released)["iteration"] == 0
@@ -153,7 +153,7 @@ def test_a_hugging_face_directory_is_refused_with_the_flag_that_takes_it(
 
 def test_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").touch()
-    (problem,) = checkpoints.check_load(str(tmp_path / "x"))
+    (problem,) = checkpoints.check_load(str(tmp_path / "x"), "fsdp")
     assert "file" in problem.remedy
 
 
@@ -229,7 +229,7 @@ def test_a_failed_publication_leaves_the_older_step_current(tmp_path: Path) -> N
     with pytest.raises(OSError, match=checkpoints.TRACKER):
         checkpoints.publish(tmp_path, 5, {})
     assert checkpoints.read_tracker(tmp_path) == 4
-    assert checkpoints.check_load(str(tmp_path)) == []
+    assert checkpoints.check_load(str(tmp_path), "fsdp") == []
 
 
 def test_the_tracker_moves_only_after_every_file_is_synced(
