@@ -205,6 +205,10 @@ def check_places(config: MilesConfig) -> list[Problem]:
         reason = None if directory is None else places.reason_against(directory)
         if reason is not None:
             problems.append(problem(config, dest, remedy=reason))
+    save = config.checkpoint.save
+    if save is not None and os.path.isfile(os.path.join(save, "config.json")):
+        remedy = "is a Hugging Face directory, from which no run resumes; give one of its own"
+        problems.append(problem(config, "save", remedy=remedy))
     sentinel = config.checkpoint.save_trigger_sentinel
     if sentinel is not None and os.path.isdir(sentinel):
         remedy = "is a directory; name a file, which need not exist"

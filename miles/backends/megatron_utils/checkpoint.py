@@ -187,10 +187,14 @@ def _unreadable(step: Path, error: BaseException) -> str:
     """What went wrong while reading, and the damaged file if that is why."""
     damaged = first_damaged(step)
     number = checkpoints.read_metadata(step)["iteration"]
-    file = f"{damaged} is damaged or missing" if damaged else f"{step} cannot be read"
+    if damaged is None:
+        return (
+            f"step {number}: {step} cannot be read into this model ({causes(error)}); if it is of "
+            "another model than --hf-checkpoint, give that one"
+        )
     return (
-        f"step {number}: {file} ({causes(error)}); restore it, or write another step into "
-        f"{step.parent / checkpoints.TRACKER}"
+        f"step {number}: {damaged} is damaged or missing ({causes(error)}); restore it, or write "
+        f"another step into {step.parent / checkpoints.TRACKER}"
     )
 
 

@@ -11,7 +11,9 @@ import torch
 from miles.backends.training_utils.safetensors_file import Described, SafetensorsFile
 from miles.config.errors import ConfigError, Problem
 from miles.contracts.types import NamedTensor
-from miles.core import distributed, places
+from miles.core import distributed, logging, places
+
+log = logging.get(__name__)
 
 SHARD_BYTES = 5 * 10**9
 """Largest file of an export."""
@@ -155,3 +157,4 @@ def _replace(staging: Path, final: Path) -> None:
         final.rename(old)
     staging.rename(final)
     shutil.rmtree(old, ignore_errors=True)
+    log.info("wrote %s", final)

@@ -360,3 +360,7 @@ def test_a_file_that_is_to_be_written_below_another_file_is_refused(
     argv = [*valid, "--save", str(tmp_path / "ckpt"), "--save-interval", "1"]
     path = str(tmp_path / "file" / "x-{rollout_id}")
     assert flags_of([*argv, flag, path]) == {flag}
+
+
+def test_checkpoints_are_not_saved_into_a_model(valid: list[str], model: Path) -> None:
+    assert flags_of([*valid, "--save", str(model)]) == {"--save"}

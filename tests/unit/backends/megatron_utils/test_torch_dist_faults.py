@@ -96,6 +96,15 @@ def test_damaged_or_foreign_checkpoints_are_refused(
     assert megatron_ranks.run_well(start, saved, num_ranks=2) == [1, 1]
 
 
+def test_layers_of_another_kind_are_named(
+    megatron_ranks: Ranks, saved: MilesConfig, tiny_qwen3_moe: Path
+) -> None:
+    other = make_config(tiny_qwen3_moe)
+    text = refusal(megatron_ranks, dataclasses.replace(other, checkpoint=saved.checkpoint))
+    assert "does not fit this model" in text
+    assert "mlp.router.weight" in text
+
+
 def test_weights_are_found_in_a_converted_directory_alone(tmp_path: Path) -> None:
     from miles.backends.megatron_utils.checkpoint import find_weights
 
