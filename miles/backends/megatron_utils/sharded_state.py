@@ -267,7 +267,7 @@ def _param_groups(state: Mapping[Any, Any]) -> list[dict[str, Any]]:
     return state.get("optimizer", state).get("param_groups", [])
 
 
-def _check_stored(step: Path, wanted: Mapping[str, Any]) -> None:
+def _check_stored(step: Path, wanted: dict[str, Any]) -> None:
     """Where whole layers differ, Megatron's own loader fails before it can name a tensor."""
     stored = set(FileSystemReader(step).read_metadata().state_dict_metadata)
     keys = {leaf.key for leaf in nested_values(wanted) if isinstance(leaf, ShardedTensor)}
