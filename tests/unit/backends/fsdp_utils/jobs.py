@@ -298,6 +298,17 @@ def load_and_report(config: MilesConfig) -> dict[str, Any]:
     return result
 
 
+def advance_random_state(config: MilesConfig) -> list[float]:
+    """Draw numbers, save after a rollout that did not happen, and draw what a resumed run would."""
+    actor, first = start(config)
+    if first == 0:
+        torch.rand(3 + actor.parallel.rank)
+        actor.save_model(0)
+    drawn = torch.rand(4).tolist()
+    actor.shutdown()
+    return drawn
+
+
 def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

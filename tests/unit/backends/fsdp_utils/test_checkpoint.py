@@ -13,6 +13,7 @@ from miles.config.errors import ConfigError
 from miles.config.root import MilesConfig
 from tests.ranks import Ranks
 from tests.unit.backends.fsdp_utils.jobs import (
+    advance_random_state,
     attempt_saves,
     load_and_report,
     make_config,
@@ -100,6 +101,18 @@ def test_a_save_that_fails_half_way_fails_on_every_rank_and_leaves_the_older_one
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000001", checkpoints.TRACKER]
     first, second = two_ranks.run_well(load_and_report, config)
     assert (first["first"], second["first"]) == (1, 1)
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+def test_ranks_go_on_with_their_own_random_state(
+    two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path, async_save: bool
+) -> None:
+    """In the background too: what is drawn while the checkpoint is written is drawn again."""
+    config = saving(make_config(tiny_qwen3), tmp_path, async_save=async_save)
+    before = two_ranks.run_well(advance_random_state, config)
+    after = two_ranks.run_well(advance_random_state, config)
+    assert after == before
+    assert before[0] != before[1]
 
 
 def test_another_number_of_ranks_continues_with_its_own_random_state(
