@@ -34,11 +34,17 @@ def saving(config: MilesConfig, folder: Path, **fields: Any) -> MilesConfig:
     return dataclasses.replace(config, checkpoint=checkpoint)
 
 
-@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("model", "async_save"), [("tiny_qwen3", False), ("tiny_qwen3", True), ("narrow_qwen3", True)]
+)
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
-    two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path, async_save: bool
+    two_ranks: Ranks,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    model: str,
+    async_save: bool,
 ) -> None:
-    config = make_config(tiny_qwen3, algorithm=REFERENCE, optimizer=SCHEDULE)
+    config = make_config(request.getfixturevalue(model), algorithm=REFERENCE, optimizer=SCHEDULE)
     rollouts = make_rollouts(config, 4)
     uninterrupted = two_ranks.run_well(train_rollouts, config, rollouts)
     config = saving(config, tmp_path / "run", async_save=async_save)
