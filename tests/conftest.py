@@ -32,6 +32,14 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def narrow_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with MLPs of one neuron: matrices of one row, of which only one rank has a shard."""
+    from scripts.made_models import make_qwen3
+
+    return make_qwen3(tmp_path_factory.mktemp("models") / "narrow-qwen3", intermediate_size=1)
+
+
+@pytest.fixture(scope="session")
 def tiny_qwen3_untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same in bf16 with its own ``lm_head``."""
     import torch

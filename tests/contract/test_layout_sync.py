@@ -25,7 +25,8 @@ pytestmark = pytest.mark.megatron
 NOT_SERVED = "qwen3_5"
 """By the embedded engine, which keeps keys and values alone."""
 TRANSPORTS = ("broadcast", "colocated")
-FSDP_MODELS = ("tiny_qwen3", "tiny_qwen3_moe")
+FSDP_MODELS = ("tiny_qwen3", "tiny_qwen3_moe", "narrow_qwen3")
+"""Of the matrices of one row in the last one rank 1 holds nothing."""
 BF16 = (
     Layout(model="moe", ep=2, dp=2),
     Layout(model="moe", tp=2, etp=2, sequence_parallel=True),
@@ -36,7 +37,11 @@ BF16 = (
 def served() -> list[Any]:
     """A model, the layout that trains it (``None``: FSDP on two ranks) and a transport. ``make
     test`` runs each quick layout of the table once, with the transports in turn."""
-    cases = [case(model, None, t) for model in FSDP_MODELS for t in TRANSPORTS]
+    cases = [
+        case(model, None, t, quick=(model, t) == ("narrow_qwen3", "broadcast"))
+        for model in FSDP_MODELS
+        for t in TRANSPORTS
+    ]
     cases += [case("tiny_qwen3_moe", layout, t) for layout in BF16 for t in TRANSPORTS]
     # Neighbours share an engine.
     layouts = sorted((x for x in LAYOUTS if x.model != NOT_SERVED), key=lambda x: x.model)
@@ -52,7 +57,7 @@ def served() -> list[Any]:
 def case(model: str, layout: Layout | None, transport: str, *, quick: bool = False) -> Any:
     marks = () if quick else pytest.mark.full
     name = f"{layout or 'fsdp'}-{transport}"
-    if model.startswith("tiny"):
+    if layout is None or model.startswith("tiny"):
         name = f"{model}-{name}"
     return pytest.param(model, layout, transport, id=name, marks=marks)
 
@@ -86,8 +91,15 @@ def assert_trained(lives: list[Any], original: dict[str, str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def paths(models: dict[str, Path], tiny_qwen3: Path, tiny_qwen3_moe: Path) -> dict[str, Path]:
-    return {**models, "tiny_qwen3": tiny_qwen3, "tiny_qwen3_moe": tiny_qwen3_moe}
+def paths(
+    models: dict[str, Path], tiny_qwen3: Path, tiny_qwen3_moe: Path, narrow_qwen3: Path
+) -> dict[str, Path]:
+    return {
+        **models,
+        "tiny_qwen3": tiny_qwen3,
+        "tiny_qwen3_moe": tiny_qwen3_moe,
+        "narrow_qwen3": narrow_qwen3,
+    }
 
 
 Serve = Callable[[Path], HttpEngineSet]

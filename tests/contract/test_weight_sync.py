@@ -120,6 +120,25 @@ def test_new_weights_arrive_bit_for_bit_and_engines_generate_from_them(
         assert torch.allclose(torch.tensor(completion.log_probs), reference, atol=tolerance)
 
 
+@pytest.mark.parametrize("model", ["tiny_qwen3"], indirect=True)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_update_without_any_weight_is_no_new_version_and_the_next_one_is(
+    transport: str, model: Path, engines: list[EngineProcess], ranks: TrainerRanks
+) -> None:
+    both = engine_set(engines)
+    ranks.push(transport, both, model, seed=5, version=5)
+    held = both.weight_checksums()
+    failures = ranks.push(transport, both, model, seed=6, fault="nothing")
+    assert isinstance(failures[0], EngineError)
+    assert "reports weight version 6 after the update to 7" in str(failures[0])
+    assert isinstance(failures[1], Exception)
+    assert both.weight_checksums() == held
+    pushed = ranks.push(transport, both, model, seed=7)
+    assert [version for version, _ in pushed] == [7, 7]
+    expected = {name: checksum(tensor) for name, tensor in new_weights(model, 7).items()}
+    assert both.weight_checksums() == [expected, expected]
+
+
 FAILURES = {
     "shape": (EngineError, r"shape \[.*\] for a weight of"),
     "missing": (WeightMismatchError, "the trainer did not send it"),

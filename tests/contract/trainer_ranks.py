@@ -112,8 +112,10 @@ def _weights(model: Path, seed: int, fault: str | None) -> Iterator[NamedTensor]
 
     ``fault``: ``"shape"`` one tensor in the middle has a row too many; ``"missing"`` it is left
     out; ``"raise"`` every rank raises there; ``"raise-1"`` rank 1 raises after the last one;
-    ``"overwrite"`` it is changed after it was handed out.
+    ``"overwrite"`` it is changed after it was handed out; ``"nothing"`` there is no weight at all.
     """
+    if fault == "nothing":
+        return
     weights = new_weights(model, seed)
     middle = list(weights)[len(weights) // 2]
     for name, full in weights.items():

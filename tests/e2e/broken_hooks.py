@@ -1,12 +1,17 @@
 """User code that fails or does harm, for tests."""
 
+import resource
+from pathlib import Path
+
 import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from miles.backends.training_utils.checkpoints import read_tracker
+from miles.backends.training_utils.losses import policy_loss
 from miles.config.root import MilesConfig
-from miles.contracts.hooks import GenerateContext, RolloutContext
-from miles.contracts.types import Prompt, Sample
+from miles.contracts.hooks import GenerateContext, LossScale, RolloutContext
+from miles.contracts.types import LossOutput, MicroBatch, Prompt, Sample, TokenStats
 from miles.rollout.generate import generate
 
 
@@ -30,3 +35,25 @@ def kill_the_engines_after_the_second_rollout(
             if config.rollout.hf_checkpoint in command and "--model-path" in command:
                 process.kill()
     return raw_rewards
+
+
+def ask_for_a_save_in_every_rollout(
+    samples: list[Sample], raw_rewards: NDArray[np.float32], config: MilesConfig
+) -> NDArray[np.float32]:
+    """In its middle, before it is trained; fails if the file of the last one is still there."""
+    sentinel = config.checkpoint.save_trigger_sentinel
+    assert sentinel is not None
+    Path(sentinel).touch(exist_ok=False)
+    return raw_rewards
+
+
+def no_file_grows_after_the_first_checkpoint(
+    batch: MicroBatch, stats: TokenStats, scale: LossScale, config: MilesConfig
+) -> LossOutput:
+    """The usual loss; writing more than 30 kB to a file raises ``OSError`` on this rank then."""
+    save = config.checkpoint.save
+    assert save is not None
+    if read_tracker(save) == 1:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
+    return policy_loss(batch, stats, scale, config)

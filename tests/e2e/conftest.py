@@ -1,8 +1,10 @@
 """Runs of ``train.py`` as a user starts them, on one Ray cluster for the whole session."""
 
 import os
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from miles.core.tracking import read_metrics
 ROOT = Path(__file__).resolve().parents[2]
 
 Runner = Callable[..., "subprocess.CompletedProcess[str]"]
+Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture(scope="session")
@@ -87,6 +90,52 @@ def run_train(environment: dict[str, str]) -> Runner:
     return run
 
 
+@pytest.fixture
+def own_model(tiny_qwen3: Path, tmp_path: Path) -> Path:
+    """A copy whose path marks the processes of this test."""
+    return Path(shutil.copytree(tiny_qwen3, tmp_path / "marked-model"))
+
+
+@pytest.fixture
+def start(environment: dict[str, str]) -> Iterator[Start]:
+    """Start ``train.py`` and leave it running, like a shell in a process group of its own; it is
+    ended with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(
+        flags: dict[str, Any], *, cwd: Path = ROOT, env: dict[str, str] | None = None
+    ) -> "subprocess.Popen[str]":
+        from miles.utils.external_utils.command_utils import to_argv
+
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "train.py"), *to_argv(flags)],
+            cwd=cwd,
+            env=environment if env is None else env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.wait(30)
+
+
+def wait_until(
+    condition: Callable[[], bool], process: "subprocess.Popen[str]", every_s: float = 0.1
+) -> None:
+    deadline = time.monotonic() + 150
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "the run does not get that far"
+        time.sleep(every_s)
+
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp": {},
     "megatron": {"tensor-model-parallel-size": 2, "sequence-parallel": True},
@@ -103,3 +152,9 @@ def with_backend(flags: dict[str, Any], backend: str) -> dict[str, Any]:
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     """One row for each step."""
     return read_metrics(run_dir)
+
+
+def completed(run_dir: Path) -> int:
+    """How many steps have metrics."""
+    path = run_dir / "metrics.jsonl"
+    return len(metrics_of(run_dir)) if path.exists() else 0

@@ -1,62 +1,20 @@
 """What breaks in the middle of a run, and what the user sees then."""
 
 import os
-import shutil
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from miles.backends.training_utils.checkpoints import check_load, read_tracker
+from miles.backends.training_utils.checkpoints import REQUESTED, check_load, read_tracker
 from miles.utils.external_utils.command_utils import to_argv
-from tests.e2e.conftest import ROOT, metrics_of
+from tests.e2e.conftest import ROOT, Start, completed, metrics_of, wait_until
 
-Start = Callable[..., "subprocess.Popen[str]"]
 Runner = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-@pytest.fixture
-def own_model(tiny_qwen3: Path, tmp_path: Path) -> Path:
-    """A copy whose path marks the processes of this test."""
-    return Path(shutil.copytree(tiny_qwen3, tmp_path / "marked-model"))
-
-
-@pytest.fixture
-def start(environment: dict[str, str]) -> Iterator[Start]:
-    """Start ``train.py`` and leave it running; it is ended with the test."""
-    started: list[subprocess.Popen[str]] = []
-
-    def run(flags: dict[str, Any]) -> "subprocess.Popen[str]":
-        process = subprocess.Popen(
-            [sys.executable, str(ROOT / "train.py"), *to_argv(flags)],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        started.append(process)
-        return process
-
-    yield run
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-            process.wait(30)
-
-
-def wait_until(condition: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + 150
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "the run does not get that far"
-        time.sleep(0.1)
 
 
 def engines_of(model: Path) -> list[psutil.Process]:
@@ -66,11 +24,6 @@ def engines_of(model: Path) -> list[psutil.Process]:
         if str(model) in command and "miles.backends.embedded.server" in command:
             found.append(process)
     return found
-
-
-def completed(run_dir: Path) -> int:
-    path = run_dir / "metrics.jsonl"
-    return len(metrics_of(run_dir)) if path.exists() else 0
 
 
 def test_a_killed_engine_is_replaced_and_no_rollout_is_lost(
@@ -134,32 +87,6 @@ def test_an_engine_that_dies_while_the_trainer_works_is_replaced(
     assert not engines_of(own_model)
 
 
-@pytest.mark.parametrize(
-    "sign", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
-)
-def test_an_interrupt_ends_every_process_and_leaves_the_last_checkpoint_valid(
-    start: Start, base_flags: dict[str, Any], own_model: Path, tmp_path: Path, sign: signal.Signals
-) -> None:
-    process = start(
-        {
-            **base_flags,
-            "hf-checkpoint": own_model,
-            "num-rollout": 500,
-            "save": tmp_path / "ckpt",
-            "save-interval": 1,
-            "save-keep": 2,
-            "run-dir": tmp_path / "run",
-        }
-    )
-    wait_until(lambda: completed(tmp_path / "run") >= 3, process)
-    process.send_signal(sign)
-    output, _ = process.communicate(timeout=100)
-    assert process.returncode == 130, output
-    assert not engines_of(own_model)
-    assert check_load(str(tmp_path / "ckpt"), "fsdp") == []
-    assert (read_tracker(tmp_path / "ckpt") or 0) >= 2
-
-
 def test_a_failure_in_user_code_names_actor_rollout_and_cause(
     run_train: Runner, base_flags: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -221,6 +148,47 @@ def test_a_disk_that_fills_during_a_save_leaves_the_older_checkpoint(
         assert check_load(str(disk / "ckpt"), "fsdp") == []
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_save_that_was_asked_for_and_failed_is_made_by_the_run_that_resumes(
+    run_train: Runner, base_flags: dict[str, Any], tmp_path: Path
+) -> None:
+    """Asked for, a save is complete before the run goes on and before the file is removed: one in
+    the background would fail later, without it."""
+    sentinel, ckpt = tmp_path / "save-now", tmp_path / "ckpt"
+    flags = {
+        **base_flags,
+        "save": ckpt,
+        "load": ckpt,
+        "async-save": True,
+        "save-trigger-sentinel": sentinel,
+    }
+    hooks = "tests.e2e.broken_hooks"
+    harm = {
+        "custom-reward-post-process-path": f"{hooks}.ask_for_a_save_in_every_rollout",
+        "loss-type": "custom_loss",
+        "custom-loss-function-path": f"{hooks}.no_file_grows_after_the_first_checkpoint",
+    }
+    failed = run_train({**flags, **harm, "run-dir": tmp_path / "a"})
+    assert failed.returncode == 1, failed.stdout + failed.stderr
+    assert "saving after rollout 1" in failed.stderr
+    assert "File too large" in failed.stderr
+    assert sentinel.exists()
+    assert steps_in(ckpt) == {"iter_0000001": True}
+    assert check_load(str(ckpt)) == []
+
+    resumed = run_train({**flags, "run-dir": tmp_path / "b"})
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert [row["step"] for row in metrics_of(tmp_path / "b")] == [2, 3]
+    assert not sentinel.exists()
+    # The last one is saved in any case.
+    assert steps_in(ckpt) == {"iter_0000001": True, "iter_0000002": True, "iter_0000003": False}
+    assert read_tracker(ckpt) == 3
+
+
+def steps_in(save: Path) -> dict[str, bool]:
+    """Directories of checkpoints, half-written ones too, and whether each was asked for."""
+    return {step.name: (step / REQUESTED).exists() for step in sorted(save.glob("iter_*"))}
 
 
 def test_too_many_slots_are_refused_with_what_is_missing(

@@ -1,6 +1,7 @@
 """The whole line on a CPU: engines, rewards, two trainer ranks, weight sync, checkpoints."""
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from miles.backends.training_utils.checkpoints import TRACKER
 from miles.backends.training_utils.hf_files import HFFiles
 from miles.weight_sync.checksums import checksum
 from tests.e2e.conftest import BACKENDS, metrics_of, with_backend
@@ -67,6 +69,27 @@ def test_output_that_goes_to_a_file_has_no_escape_sequences(reference_run: Path)
     output = (reference_run / "output.txt").read_text(encoding="utf-8")
     assert "pid=" in output, "workers speak too"
     assert "\x1b" not in output
+
+
+def test_the_terminal_shows_the_numbers_of_every_rollout(reference_run: Path) -> None:
+    output = (reference_run / "output.txt").read_text(encoding="utf-8")
+    lines = [line for line in output.splitlines() if line.startswith("rollout ")]
+    for line, row in zip(lines, rollouts(reference_run / "run"), strict=True):
+        assert line == "  ".join(
+            [
+                f"rollout {row['step']}/4",
+                f"reward {row['rollout/raw_reward']:.3f}",
+                f"len {row['rollout/response_len/mean']:.1f}",
+                f"loss {row['train/loss']:+.4f}",
+                f"kl {row['train/ppo_kl']:.1e}",
+                f"grad {row['train/grad_norm']:.2f}",
+                f"lr {row['train/lr']:.1e}",
+                f"gen s {row['perf/rollout_time']:.2f}",
+                f"train s {row['perf/train_time']:.2f}",
+                f"sync s {row['perf/update_weights_time']:.2f}",
+                f"tok/s {row['rollout/num_tokens'] / row['perf/step_time']:,.0f}",
+            ]
+        )
 
 
 def test_every_rollout_is_recorded_and_weights_advance(reference_run: Path) -> None:
@@ -134,6 +157,40 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
         without_version(row) for row in expected
     ]
     assert exported_weights(tmp_path) == exported_weights(reference_run)
+
+
+@pytest.mark.parametrize(
+    "told_not_to", [None, pytest.param(True, marks=pytest.mark.full)], ids=["", "skipping"]
+)
+def test_a_run_that_resumes_where_an_evaluation_is_due_evaluates_once_before_it_trains(
+    run_train: Runner,
+    flags: dict[str, Any],
+    reference_run: Path,
+    tmp_path: Path,
+    told_not_to: bool | None,
+) -> None:
+    """--skip-eval-before-train is about the start of training, which this is not."""
+    ckpt = Path(shutil.copytree(reference_run / "ckpt", tmp_path / "ckpt"))
+    (ckpt / TRACKER).write_text("2", encoding="utf-8")
+    result = run_train(
+        {
+            **flags,
+            "load": ckpt,
+            "eval-interval": 2,
+            "skip-eval-before-train": told_not_to,
+            "debug-exit-after-rollout": 1,
+            "run-dir": tmp_path / "run",
+        }
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    text = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    events = [
+        (row["step"], name)
+        for row in map(json.loads, text.splitlines())
+        for name in ("eval/digits", "train/grad_norm")
+        if name in row
+    ]
+    assert events == [(2, "eval/digits"), (3, "train/grad_norm")]
 
 
 def without_version(row: dict[str, Any]) -> dict[str, Any]:

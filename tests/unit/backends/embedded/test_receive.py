@@ -63,10 +63,16 @@ def test_a_bucket_in_shared_memory_is_copied_bit_for_bit(
     embed, scale = torch.randn(5, 3), torch.randn(4).bfloat16()
     put(segment, 64, embed)
     put(segment, 0, scale)
+    model.register_parameter("nothing", torch.nn.Parameter(torch.zeros(0, 3)))
     WeightReceiver(model, CPU).load_shm(
         payload(
             segment,
-            [["embed.weight", "float32", [5, 3], 64], ["scale", "bfloat16", [4], 0]],
+            [
+                ["embed.weight", "float32", [5, 3], 64],
+                ["scale", "bfloat16", [4], 0],
+                # Behind the last byte of the bucket.
+                ["nothing", "float32", [0, 3], 4096],
+            ],
         )
     )
     assert torch.equal(model.head.weight, embed)
@@ -246,14 +252,15 @@ def sender() -> Iterator[Any]:
 def test_tensors_arrive_by_broadcast_and_a_refusal_ends_the_group_at_once(
     model: TinyTied, sender: Any
 ) -> None:
+    model.register_parameter("nothing", torch.nn.Parameter(torch.zeros(0, 3)))
     receiver = WeightReceiver(model, CPU)
     _join(receiver, sender.recv()).join(60)
     embed, scale = torch.randn(5, 3), torch.randn(4).bfloat16()
-    sender.send([embed, scale])
+    sender.send([embed, torch.zeros(0, 3), scale])
     receiver.load_group(
-        names=["head.weight", "scale"],
-        dtypes=["float32", "bfloat16"],
-        shapes=[[5, 3], [4]],
+        names=["head.weight", "nothing", "scale"],
+        dtypes=["float32", "float32", "bfloat16"],
+        shapes=[[5, 3], [0, 3], [4]],
         group_name="g",
     )
     assert sender.recv() == "sent"

@@ -145,6 +145,13 @@ def train_rollouts(
     return {"first": resumed_at, "steps": steps, "metrics": metrics, "weights": weights}
 
 
+def sizes_of_shards(config: MilesConfig) -> dict[str, int]:
+    """How many elements of each parameter this rank holds."""
+    actor, _ = start(config)
+    parameters = dict(actor.ops.model.module.named_parameters())
+    return {name: local_tensor(parameter).numel() for name, parameter in parameters.items()}
+
+
 def log_probs_of(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
     """Log-probs and entropies by sample index, and how the model was set up."""
     actor, _ = start(config)
@@ -296,6 +303,17 @@ def load_and_report(config: MilesConfig) -> dict[str, Any]:
     }
     actor.shutdown()
     return result
+
+
+def advance_random_state(config: MilesConfig) -> list[float]:
+    """Draw numbers, save after a rollout that did not happen, and draw what a resumed run would."""
+    actor, first = start(config)
+    if first == 0:
+        torch.rand(3 + actor.parallel.rank)
+        actor.save_model(0)
+    drawn = torch.rand(4).tolist()
+    actor.shutdown()
+    return drawn
 
 
 def full(tensor: Tensor) -> Tensor:

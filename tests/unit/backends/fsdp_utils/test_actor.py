@@ -14,6 +14,7 @@ from tests.unit.backends.fsdp_utils.jobs import (
     make_config,
     make_groups,
     make_rollouts,
+    sizes_of_shards,
     train_rollouts,
 )
 
@@ -101,6 +102,18 @@ def test_two_ranks_train_like_one_plain_process(
     config = make_config(
         tiny_qwen3, algorithm=SUPERVISED, optimizer=OPTIMIZER, data=data, fsdp=fsdp
     )
+    rollouts = make_rollouts(config, NUM_ROLLOUTS)
+    for result in two_ranks.run_well(train_rollouts, config, rollouts):
+        assert_like_plain(result, plain)
+
+
+def test_ranks_that_hold_nothing_of_a_parameter_train_like_one_plain_process(
+    two_ranks: Ranks, narrow_qwen3: Path
+) -> None:
+    config = make_config(narrow_qwen3, algorithm=SUPERVISED, optimizer=OPTIMIZER)
+    name = "model.layers.0.mlp.gate_proj.weight"
+    assert [sizes[name] for sizes in two_ranks.run_well(sizes_of_shards, config)] == [64, 0]
+    plain = plain_training(narrow_qwen3)
     rollouts = make_rollouts(config, NUM_ROLLOUTS)
     for result in two_ranks.run_well(train_rollouts, config, rollouts):
         assert_like_plain(result, plain)

@@ -13,6 +13,7 @@ from miles.config.errors import ConfigError
 from miles.config.root import MilesConfig
 from tests.ranks import Ranks
 from tests.unit.backends.fsdp_utils.jobs import (
+    advance_random_state,
     attempt_saves,
     load_and_report,
     make_config,
@@ -33,11 +34,17 @@ def saving(config: MilesConfig, folder: Path, **fields: Any) -> MilesConfig:
     return dataclasses.replace(config, checkpoint=checkpoint)
 
 
-@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("model", "async_save"), [("tiny_qwen3", False), ("tiny_qwen3", True), ("narrow_qwen3", True)]
+)
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
-    two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path, async_save: bool
+    two_ranks: Ranks,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    model: str,
+    async_save: bool,
 ) -> None:
-    config = make_config(tiny_qwen3, algorithm=REFERENCE, optimizer=SCHEDULE)
+    config = make_config(request.getfixturevalue(model), algorithm=REFERENCE, optimizer=SCHEDULE)
     rollouts = make_rollouts(config, 4)
     uninterrupted = two_ranks.run_well(train_rollouts, config, rollouts)
     config = saving(config, tmp_path / "run", async_save=async_save)
@@ -100,6 +107,18 @@ def test_a_save_that_fails_half_way_fails_on_every_rank_and_leaves_the_older_one
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000001", checkpoints.TRACKER]
     first, second = two_ranks.run_well(load_and_report, config)
     assert (first["first"], second["first"]) == (1, 1)
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+def test_ranks_go_on_with_their_own_random_state(
+    two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path, async_save: bool
+) -> None:
+    """In the background too: what is drawn while the checkpoint is written is drawn again."""
+    config = saving(make_config(tiny_qwen3), tmp_path, async_save=async_save)
+    before = two_ranks.run_well(advance_random_state, config)
+    after = two_ranks.run_well(advance_random_state, config)
+    assert after == before
+    assert before[0] != before[1]
 
 
 def test_another_number_of_ranks_continues_with_its_own_random_state(

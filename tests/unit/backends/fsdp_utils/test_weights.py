@@ -38,7 +38,8 @@ def mixed_dtypes(tiny_qwen3_untied: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize(
-    "model", ["tiny_qwen3", "tiny_qwen3_untied", "mixed_dtypes", "tiny_qwen3_moe"]
+    "model",
+    ["tiny_qwen3", "narrow_qwen3", "tiny_qwen3_untied", "mixed_dtypes", "tiny_qwen3_moe"],
 )
 @pytest.mark.parametrize("fp32", [True, False], ids=["fp32", "bf16"])
 def test_weights_leave_as_the_checkpoint_holds_them(

@@ -1,0 +1,128 @@
+"""What Weights & Biases gets of a run, and of the one that resumes it; without a network."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles.backends.training_utils import checkpoints
+from miles.config.checkpoint import CheckpointConfig
+from miles.config.observability import ObservabilityConfig
+from miles.config.root import MilesConfig
+from miles.rundir import make_run_dir, make_tracker, with_wandb_run
+
+wandb = pytest.importorskip("wandb")
+
+Runs = tuple[str, list[Any], list[Any]]
+
+
+def records(file: Path) -> Iterator[Any]:
+    """The records of an offline run: after seven bytes of header, LevelDB's log format. A chunk
+    has a checksum (4 bytes), its length (2), its kind (1: whole, 4: last part) and the content."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, position, parts = file.read_bytes(), 7, b""
+    while position < len(content):
+        length = int.from_bytes(content[position + 4 : position + 6], "little")
+        parts += content[position + 7 : position + 7 + length]
+        if content[position + 6] in (1, 4):
+            record: Any = Record()
+            record.ParseFromString(parts)
+            yield record
+            parts = b""
+        position += 7 + length
+
+
+def track(config: MilesConfig, run_dir: Path, *rows: tuple[int, dict[str, float]]) -> str | None:
+    """A driver's use of the tracker; the id of the run."""
+    observability = dataclasses.replace(config.observability, run_dir=str(run_dir))
+    config = with_wandb_run(dataclasses.replace(config, observability=observability))
+    tracker = make_tracker(config, make_run_dir(config))
+    for step, metrics in rows:
+        tracker.log(step, metrics)
+    tracker.close()
+    if config.checkpoint.save is not None:
+        checkpoints.prepare_staging(config.checkpoint.save, 2, [])
+        checkpoints.publish(config.checkpoint.save, 2, {"config": config.to_dict()})
+    return config.observability.wandb_run_id
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The id of the first run, its records, and those of the run that resumes its checkpoint."""
+    folder = tmp_path_factory.mktemp("wandb")
+    with pytest.MonkeyPatch.context() as patch:
+        for variable in ("MODE", "DIR", "PROJECT", "RUN_ID", "RUN_GROUP", "RESUME"):
+            patch.delenv(f"WANDB_{variable}", raising=False)
+        patch.setenv("WANDB_SILENT", "true")
+        run_id = track_two_runs(folder)
+        # What is still buffered is written when W&B's own process ends.
+        wandb.teardown()
+    # Within the run directory, as --wandb-dir is not given; the file is named after the run.
+    first, second = (
+        list(records(file))
+        for run in ("a", "b")
+        for file in folder.glob(f"{run}/wandb/offline-run-*-{run_id}/run-{run_id}.wandb")
+    )
+    return run_id, first, second
+
+
+def track_two_runs(folder: Path) -> str:
+    """The second resumes the first; the id of both."""
+    options = ObservabilityConfig(
+        use_wandb=True, wandb_mode="offline", wandb_project="digits", wandb_group="grpo"
+    )
+    config = dataclasses.replace(MilesConfig(), observability=options)
+    ckpt = str(folder / "ckpt")
+    saving = dataclasses.replace(config, checkpoint=CheckpointConfig(save=ckpt))
+    loading = dataclasses.replace(config, checkpoint=CheckpointConfig(load=ckpt))
+    first = (1, {"train/loss": 0.5, "rollout/raw_reward": 0.25}), (2, {"train/loss": 0.4})
+    run_id = track(saving, folder / "a", *first)
+    assert run_id is not None
+    assert track(loading, folder / "b", (3, {"train/loss": 0.3})) == run_id
+    return run_id
+
+
+def only(kind: str, found: list[Any]) -> list[Any]:
+    return [getattr(r, kind) for r in found if r.WhichOneof("record_type") == kind]
+
+
+def history(found: list[Any]) -> list[dict[str, Any]]:
+    """Metrics line by line, without W&B's own."""
+    rows = [
+        {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in row.item}
+        for row in only("history", found)
+    ]
+    return [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows]
+
+
+def test_a_resumed_run_goes_on_in_the_run_whose_id_its_checkpoint_holds(runs: Runs) -> None:
+    run_id, *both = runs
+    for found in both:
+        (run,) = only("run", found)
+        assert (run.run_id, run.project, run.run_group) == (run_id, "digits", "grpo")
+        (end,) = only("exit", found)
+        assert end.exit_code == 0
+
+
+def test_the_whole_config_is_recorded(runs: Runs) -> None:
+    (run,) = only("run", runs[1])
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert config.keys() - {"_wandb"} == MilesConfig().to_dict().keys()
+    assert config["observability"]["wandb_project"] == "digits"
+    assert config["observability"]["wandb_run_id"] == runs[0]
+
+
+def test_metrics_are_drawn_over_the_number_of_rollouts(runs: Runs) -> None:
+    """W&B itself counts lines, of a resumed run from zero."""
+    _, first, second = runs
+    assert history(first) == [
+        {"step": 1, "train/loss": 0.5, "rollout/raw_reward": 0.25},
+        {"step": 2, "train/loss": 0.4},
+    ]
+    assert history(second) == [{"step": 3, "train/loss": 0.3}]
+    for found in (first, second):
+        assert [m.step_metric for m in only("metric", found) if m.glob_name == "*"] == ["step"]
