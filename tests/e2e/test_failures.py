@@ -175,7 +175,7 @@ def test_a_save_that_was_asked_for_and_failed_is_made_by_the_run_that_resumes(
     assert "File too large" in failed.stderr
     assert sentinel.exists()
     assert steps_in(ckpt) == {"iter_0000001": True}
-    assert check_load(str(ckpt)) == []
+    assert check_load(str(ckpt), "fsdp") == []
 
     resumed = run_train({**flags, "run-dir": tmp_path / "b"})
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr

@@ -144,7 +144,7 @@ def test_an_interrupt_during_a_save_leaves_the_older_checkpoint_from_which_a_run
     process = run_in(flags, tmp_path)
     wait_until(saves_again, process, every_s=0.001)
     interrupt(process, tmp_path, signal.SIGINT)
-    assert check_load(str(ckpt)) == []
+    assert check_load(str(ckpt), "fsdp") == []
     saved = read_tracker(ckpt)
     assert saved is not None
     resumed = run_train({**flags, "debug-exit-after-rollout": 1})
