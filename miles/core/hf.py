@@ -27,6 +27,7 @@ def check_directory(path: str) -> None:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise CheckpointDirError(f"{path!r} has no tokenizer (tokenizer.json)")
     _check_model_type(folder)
+    _check_tokenizer(folder)
     _check_weights(folder)
 
 
@@ -74,6 +75,17 @@ def _is_known_to_transformers(model_type: str) -> bool:
     from transformers import CONFIG_MAPPING
 
     return model_type in CONFIG_MAPPING
+
+
+def _check_tokenizer(folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        file = folder / name
+        if not file.is_file():
+            continue
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointDirError(f"{file} is not JSON: {error}") from error
 
 
 def _check_weights(folder: Path) -> None:

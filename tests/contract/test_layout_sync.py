@@ -35,8 +35,8 @@ BF16 = (
 
 
 def served() -> list[Any]:
-    """A model, the layout that trains it (``None``: FSDP on two ranks) and a transport. ``make
-    test`` runs each quick layout of the table once, with the transports in turn."""
+    """A model, the layout that trains it (``None``: FSDP on two ranks) and a transport: each layout
+    of the table once, with the transports in turn."""
     cases = [
         case(model, None, t, quick=(model, t) == ("narrow_qwen3", "broadcast"))
         for model in FSDP_MODELS
@@ -45,12 +45,9 @@ def served() -> list[Any]:
     cases += [case("tiny_qwen3_moe", layout, t) for layout in BF16 for t in TRANSPORTS]
     # Neighbours share an engine.
     layouts = sorted((x for x in LAYOUTS if x.model != NOT_SERVED), key=lambda x: x.model)
-    turn = 0
-    for layout in layouts:
-        turn += layout.quick
-        for number, transport in enumerate(TRANSPORTS):
-            quick = layout.quick and turn % len(TRANSPORTS) == number
-            cases.append(case(layout.model, layout, transport, quick=quick))
+    for number, layout in enumerate(layouts):
+        transport = TRANSPORTS[number % len(TRANSPORTS)]
+        cases.append(case(layout.model, layout, transport, quick=layout.quick))
     return cases
 
 

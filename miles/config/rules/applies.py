@@ -49,6 +49,15 @@ APPLIES: tuple[Applies, ...] = (
         lambda c: not c.data.use_dynamic_batch_size,
         "without --use-dynamic-batch-size, which packs up to --max-tokens-per-gpu",
     ),
+    Applies(
+        ("reward_key", "eval_reward_key"),
+        lambda c: (
+            c.hooks.custom_rm_path is not None
+            or c.reward.rm_url is not None
+            or _has_own_generate(c)
+        ),
+        "to rewards that are objects: with --custom-rm-path, --rm-url or a custom generate function",
+    ),
     # Rollout.
     Applies(
         ("partial_rollout",),

@@ -58,6 +58,12 @@ def test_a_model_that_brings_its_own_code_may_be_of_any_type(model: Path) -> Non
     check_directory(str(model))
 
 
+def test_a_tokenizer_that_is_no_json_is_named(model: Path) -> None:
+    (model / "tokenizer.json").write_text("garbage")
+    with pytest.raises(CheckpointDirError, match=r"tokenizer\.json is not JSON"):
+        check_directory(str(model))
+
+
 def test_a_config_that_is_no_object_is_named(model: Path) -> None:
     (model / "config.json").write_text("[]")
     with pytest.raises(CheckpointDirError, match="holds no JSON object"):
