@@ -56,7 +56,7 @@ APPLIES: tuple[Applies, ...] = (
             or c.reward.rm_url is not None
             or _has_own_generate(c)
         ),
-        "to rewards that are objects: with --custom-rm-path, --rm-url or a custom generate function",
+        "to rewards that are objects: with --custom-rm-path, --rm-url or a generate function",
     ),
     # Rollout.
     Applies(
