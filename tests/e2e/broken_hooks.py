@@ -1,6 +1,7 @@
 """User code that fails or does harm, for tests."""
 
 import resource
+import time
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,20 @@ def kill_the_engines_after_the_second_rollout(
             command = process.info["cmdline"] or []
             if config.rollout.hf_checkpoint in command and "--model-path" in command:
                 process.kill()
+                _wait_until_ended(process)
     return raw_rewards
+
+
+def _wait_until_ended(process: psutil.Process, timeout_s: float = 30.0) -> None:
+    """On a busy machine a killed process closes its sockets late. Its parent alone reaps it."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return
+        except psutil.NoSuchProcess:
+            return
+        time.sleep(0.05)
 
 
 def ask_for_a_save_in_every_rollout(
