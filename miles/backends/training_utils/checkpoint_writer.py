@@ -112,7 +112,11 @@ class CheckpointWriter:
         return self._config.save
 
     def _space(self) -> str:
-        free = shutil.disk_usage(self._directory).free
+        """For the message of a failed save; raises nothing, since the other ranks wait."""
+        try:
+            free = shutil.disk_usage(self._directory).free
+        except OSError as error:
+            return f"{self._directory}: {error.strerror}"
         return f"{free / 2**20:,.1f} MiB are free in {self._directory}"
 
     def _write(
