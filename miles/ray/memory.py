@@ -1,10 +1,11 @@
 """Who holds device memory in which phase: everybody always, or trainer and engines in turns."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Literal, Protocol
 
 from miles.config.root import MilesConfig
+from miles.contracts.engine import MemoryTag
 from miles.ray.rollout.engine_factory import EngineGroup
 from miles.ray.train.group import TrainGroup
 
@@ -48,7 +49,6 @@ class TakeTurns:
         self._engines = engines if config.offload.offload_rollout else None
         self._trainer_sleeps = bool(config.offload.offload_train)
         self._trainer_awake = True
-        self._engine_has: set[str] = {"weights", "kv_cache", "cuda_graph"}
 
     @asynccontextmanager
     async def phase(self, name: Phase) -> AsyncGenerator[None]:
@@ -68,17 +68,13 @@ class TakeTurns:
     async def make_room_for_engines(self) -> None:
         await self._sleep_trainer()
 
-    async def _release(self, tags: set[str]) -> None:
-        held = tags & self._engine_has
-        if self._engines is not None and held:
-            await self._engines.release_memory(sorted(held))
-            self._engine_has -= held
+    async def _release(self, tags: Collection[MemoryTag]) -> None:
+        if self._engines is not None:
+            await self._engines.release_memory(tags)
 
-    async def _resume(self, tags: set[str]) -> None:
-        missing = tags - self._engine_has
-        if self._engines is not None and missing:
-            await self._engines.resume_memory(sorted(missing))
-            self._engine_has |= missing
+    async def _resume(self, tags: Collection[MemoryTag]) -> None:
+        if self._engines is not None:
+            await self._engines.resume_memory(tags)
 
     async def _wake_trainer(self) -> None:
         if self._trainer_sleeps and not self._trainer_awake:

@@ -49,16 +49,35 @@ class EngineSupervisor:
                 failed = await self._failed()
                 if failed:
                     await self._restart(failed)
-                    await self._heal()
+                    await self.with_all_engines(self._heal)
         finally:
             task.cancel()
 
-    async def replace_dead(self) -> bool:
-        """Replace engines that ended while nothing watched them, without healing: for a caller that
-        is about to sync weights. Returns whether there were any."""
-        dead = await self._engines.find_dead()
-        await self._restart(dead)
-        return bool(dead)
+    async def with_all_engines(self, work: Callable[[], Awaitable[None]]) -> bool:
+        """Do ``work``, which needs every engine and gives them weights: replace those that have
+        ended before, and when it fails because one ended or hangs, replace that and do it again.
+
+        Returns whether any was replaced: the caller tells the pool.
+        """
+        failed, replaced = await self._engines.find_dead(), False
+        while True:
+            await self._restart(failed)
+            replaced = replaced or bool(failed)
+            try:
+                await work()
+            except JobError as error:
+                failed = await self._failed_after_error()
+                if not failed:
+                    raise
+                logger.warning("%s; once more with new engines", error)
+            else:
+                return replaced
+
+    async def _failed_after_error(self) -> list[int]:
+        dead = await self._engines.find_dead_soon()
+        if dead:
+            return dead
+        return await self._engines.find_unhealthy(self._options.rollout_health_check_timeout)
 
     async def _failed(self) -> list[int]:
         if self._router is not None:
