@@ -79,7 +79,7 @@ def parse(config: MilesConfig) -> argparse.Namespace:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     try:
         args = namespace.parse_args([*flags, *config.megatron_argv])
-        namespace.validate(args, config)
+        namespace.validate(args, config, in_trainer=True)
     except namespace.MegatronArgumentError as error:
         raise ConfigError([_refused_by_megatron(error)]) from error
     return args
@@ -175,7 +175,7 @@ def _validated(config: MilesConfig, argv: Sequence[str]) -> list[Problem]:
     try:
         args = namespace.parse_args([*machine.flags(), *argv])
         args.rank, args.world_size = 0, config.cluster.num_train_ranks
-        namespace.validate(args, config)
+        namespace.validate(args, config, in_trainer=False)
     except namespace.MegatronArgumentError as error:
         return [_refused_by_megatron(error)]
     return []

@@ -84,16 +84,18 @@ def help_text() -> str:
     return parser.format_help()
 
 
-def validate(args: argparse.Namespace, config: MilesConfig) -> None:
+def validate(args: argparse.Namespace, config: MilesConfig, *, in_trainer: bool) -> None:
     """Give our options their values in ``config`` and let Megatron check and complete
-    ``args``. Raises ``MegatronArgumentError``."""
+    ``args``. Outside a trainer it asks no device. Raises ``MegatronArgumentError``."""
+    import torch
     from megatron.training.arguments import (
         core_transformer_config_from_args,
         validate_args,
     )
 
     vars(args).update(_values(args, config))
-    with _refusals(), _no_questions_to_the_gpu():
+    asks = in_trainer and torch.cuda.is_available()
+    with _refusals(), contextlib.nullcontext() if asks else _no_questions_to_the_gpu():
         validate_args(args)
     # What validate_args leaves to the tokenizer that we do not build.
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
@@ -208,13 +210,10 @@ def _source_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _no_questions_to_the_gpu() -> Generator[None]:
-    """Answer for a device of the newest kind where there is none, or where asking would take one:
-    Megatron then demands no environment variables that only the trainer's processes have."""
+    """Answer for a device of the newest kind: Megatron then demands no environment variables that
+    only the trainer's processes have."""
     import torch
 
-    if torch.cuda.is_initialized():
-        yield
-        return
     properties = type("Properties", (), {"major": 10, "minor": 0})()
     replaced = {
         "get_device_properties": lambda *_: properties,
