@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Literal, Protocol
 
+from miles.config.offload import RolloutLevel
 from miles.config.root import MilesConfig
 from miles.contracts.engine import MemoryTag
 from miles.ray.rollout.engine_factory import EngineGroup
@@ -22,6 +23,12 @@ class Memory(Protocol):
         ...
 
 
+def released_tags(level: Collection[RolloutLevel]) -> frozenset[MemoryTag]:
+    """Graphs always: they are of use only with both of the others."""
+    named: dict[RolloutLevel, MemoryTag] = {"kv_cache": "kv_cache", "weight": "weights"}
+    return frozenset({"cuda_graph", *(named[part] for part in level)})
+
+
 class Resident:
     """Trainer and engines own separate devices: nobody moves."""
 
@@ -37,9 +44,9 @@ class Resident:
 class TakeTurns:
     """Moves between phases in an order that never holds both on the device.
 
-    train: engines release everything, then the trainer wakes. sync: the trainer sleeps (it sends
-    from host memory), then engines take their weights back; after it their key/value cache and
-    graphs. rollout: like the end of sync.
+    train: engines release what --offload-rollout-level says, then the trainer wakes. sync: the
+    trainer sleeps (it sends from host memory), then engines take their weights back; after it their
+    key/value cache and graphs. rollout: like the end of sync.
     """
 
     def __init__(
@@ -47,13 +54,14 @@ class TakeTurns:
     ) -> None:
         self._trainer = trainer
         self._engines = engines if config.offload.offload_rollout else None
+        self._released = released_tags(config.offload.offload_rollout_level)
         self._trainer_sleeps = bool(config.offload.offload_train)
         self._trainer_awake = True
 
     @asynccontextmanager
     async def phase(self, name: Phase) -> AsyncGenerator[None]:
         if name == "train":
-            await self._release({"weights", "kv_cache", "cuda_graph"})
+            await self._release(self._released)
             await self._wake_trainer()
             yield
             return
