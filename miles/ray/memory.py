@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 from miles.config.offload import RolloutLevel
 from miles.config.root import MilesConfig
 from miles.contracts.engine import MemoryTag
+from miles.core.timer import Timer
 from miles.ray.rollout.engine_factory import EngineGroup
 from miles.ray.train.group import TrainGroup
 
@@ -20,6 +21,10 @@ class Memory(Protocol):
 
     async def make_room_for_engines(self) -> None:
         """Let an engine start between two phases."""
+        ...
+
+    def take_seconds(self) -> dict[str, float]:
+        """What the moves have taken since the last call, by their name."""
         ...
 
 
@@ -40,6 +45,9 @@ class Resident:
     async def make_room_for_engines(self) -> None:
         pass
 
+    def take_seconds(self) -> dict[str, float]:
+        return {}
+
 
 class TakeTurns:
     """Moves between phases in an order that never holds both on the device.
@@ -57,6 +65,7 @@ class TakeTurns:
         self._released = released_tags(config.offload.offload_rollout_level)
         self._trainer_sleeps = bool(config.offload.offload_train)
         self._trainer_awake = True
+        self._timer = Timer()
 
     @asynccontextmanager
     async def phase(self, name: Phase) -> AsyncGenerator[None]:
@@ -76,20 +85,27 @@ class TakeTurns:
     async def make_room_for_engines(self) -> None:
         await self._sleep_trainer()
 
+    def take_seconds(self) -> dict[str, float]:
+        return self._timer.take()
+
     async def _release(self, tags: Collection[MemoryTag]) -> None:
         if self._engines is not None:
-            await self._engines.release_memory(tags)
+            with self._timer.span("engines_release"):
+                await self._engines.release_memory(tags)
 
     async def _resume(self, tags: Collection[MemoryTag]) -> None:
         if self._engines is not None:
-            await self._engines.resume_memory(tags)
+            with self._timer.span("engines_resume"):
+                await self._engines.resume_memory(tags)
 
     async def _wake_trainer(self) -> None:
         if self._trainer_sleeps and not self._trainer_awake:
-            await self._trainer.wake_up()
+            with self._timer.span("trainer_wake_up"):
+                await self._trainer.wake_up()
             self._trainer_awake = True
 
     async def _sleep_trainer(self) -> None:
         if self._trainer_sleeps and self._trainer_awake:
-            await self._trainer.sleep()
+            with self._timer.span("trainer_sleep"):
+                await self._trainer.sleep()
             self._trainer_awake = False
