@@ -66,8 +66,11 @@ def did_you_mean(word: str, known: Sequence[str], synonyms: Mapping[str, str] | 
     synonyms = synonyms or {}
     if word in synonyms:
         return f"did you mean {synonyms[word]}?"
-    close = difflib.get_close_matches(word, [*known, *synonyms], n=4, cutoff=0.6)
-    nearest = list(dict.fromkeys(synonyms.get(found, found) for found in close))[:2]
+    # A word that is not ours is worth guessing only where little is wrong with it.
+    slips = difflib.get_close_matches(word, synonyms, n=1, cutoff=0.8)
+    close = [synonyms[slip] for slip in slips]
+    close += difflib.get_close_matches(word, known, n=2, cutoff=0.6)
+    nearest = list(dict.fromkeys(close))[:2]
     return f"did you mean {' or '.join(nearest)}?" if nearest else ""
 
 
