@@ -69,7 +69,7 @@ def did_you_mean(word: str, known: Sequence[str], synonyms: Mapping[str, str] | 
     # A word that is not ours is worth guessing only where little is wrong with it.
     slips = difflib.get_close_matches(word, synonyms, n=1, cutoff=0.8)
     close = [synonyms[slip] for slip in slips]
-    close += difflib.get_close_matches(word, known, n=2, cutoff=0.6)
+    close += difflib.get_close_matches(word, known, n=2, cutoff=0.8 if slips else 0.6)
     nearest = list(dict.fromkeys(close))[:2]
     return f"did you mean {' or '.join(nearest)}?" if nearest else ""
 
