@@ -33,8 +33,8 @@ def _trained(folder: Path) -> str:
     for kind, converter, patterns in _TRAINERS:
         if any(any(folder.glob(pattern)) for pattern in patterns):
             return (
-                f"; it looks like a training checkpoint ({kind}), from which --load resumes: "
-                f"tools/{converter} makes a Hugging Face directory of it"
+                f"; it looks like a training checkpoint ({kind}), which --load takes; "
+                f"{converter} makes a Hugging Face directory of it"
             )
     return ""
 
@@ -42,14 +42,15 @@ def _trained(folder: Path) -> str:
 _TRAINERS = (
     (
         "torch_dist, the Megatron backend's",
-        "convert_torch_dist_to_hf.py",
+        "tools/convert_torch_dist_to_hf.py",
         ("iter_*/*.distcp", "release/*.distcp", "*.distcp"),
     ),
     (
         "the FSDP backend's",
-        "convert_fsdp_to_hf.py",
+        "tools/convert_fsdp_to_hf.py",
         ("iter_*/model/*.distcp", "model/*.distcp"),
     ),
+    ("of an unknown kind", "a tool of docs/conversion.md", ("iter_*", ".metadata")),
 )
 """Name, converter and files of each backend's checkpoints: their directory, or one step of it."""
 
