@@ -120,18 +120,26 @@ def _check_values(
         return (), problems, []
     in_part = any(option.removeprefix("--") in architecture.ARCHITECTURE_FLAGS for option in broken)
     derived, notes = _architecture(config, model, given, in_part=in_part)
-    argv = [
+    known = [
         *derive.defaults(config),
         *derive.from_model(config, model.hf_config, model.flags, given),
-        *derived,
-        *(word for flag in own for word in words_of(flag, flag.name)),
     ]
-    args = parser.parse_args([*machine.flags(), *argv])
-    expected = parser.parse_args(architecture.to_argv(model.flags))
+    typed = [word for flag in own for word in words_of(flag, flag.name)]
+    argv = [*known, *derived, *typed]
+    of_the_model = architecture.to_argv(model.flags)
+    # Rules are about the model, not about the defaults of flags that a description of it lacks.
+    args = parser.parse_args([*machine.flags(), *known, *of_the_model, *typed])
+    namespaces = architecture.Namespaces(
+        own=parser.parse_args([*machine.flags(), *argv]),
+        filled=args,
+        checkpoint=parser.parse_args(of_the_model),
+    )
+    without_effect = applies.check(args, config, own)
+    described = given - {problem.flag.removeprefix("--") for problem in without_effect}
     problems = [
-        *architecture.compare(args, expected),
+        *architecture.compare(namespaces, described),
         *rules.check(args, config),
-        *applies.check(args, config, own),
+        *without_effect,
         *_unusable_spec(args.spec),
     ]
     problems = [p for p in problems if broken.isdisjoint(p.flag.split(", "))]
