@@ -168,13 +168,24 @@ def tensor_names(path: str) -> frozenset[str]:
 
 
 def load_tokenizer(path: str, chat_template_path: str | None = None) -> Any:
-    """The tokenizer of a checkpoint directory, with another chat template when given."""
+    """The tokenizer of a checkpoint directory, with another chat template when given.
+
+    Raises ``CheckpointDirError`` for files that make none.
+    """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
+    except Exception as error:  # what the tokenizers library raises is bare Exception
+        raise CheckpointDirError(f"{path!r} has no usable tokenizer: {error}") from error
     if chat_template_path is not None:
-        tokenizer.chat_template = Path(chat_template_path).read_text(encoding="utf-8")
+        tokenizer.chat_template = read_chat_template(chat_template_path)
     return tokenizer
+
+
+def read_chat_template(path: str) -> str:
+    """The text of a template's file. Raises ``OSError`` or ``UnicodeDecodeError``."""
+    return Path(path).read_text(encoding="utf-8")
 
 
 def stated_context_length(path: str) -> int | None:
