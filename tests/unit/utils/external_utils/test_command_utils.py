@@ -76,15 +76,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
         return owner, children[-1]
 
     yield run
-    for process in (*children, *started):
-        if (
-            process.poll() is None
-            if isinstance(process, subprocess.Popen)
-            else process.is_running()
-        ):
-            process.kill()
     for owner in started:
+        owner.kill()
         owner.wait(TIMEOUT_S)
+    for child in children:
+        if child.is_running():
+            child.kill()
 
 
 def signals(folder: Path) -> list[str]:
