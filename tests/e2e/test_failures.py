@@ -63,7 +63,8 @@ def test_ray_that_does_not_start_is_told_with_the_remedy(
         check=False,
     )
     assert result.returncode == 1, result.stdout + result.stderr
-    assert "error: Ray did not start on this machine" in result.stderr
+    assert "trying once more" in result.stderr
+    assert "error: Ray did not start on this machine, twice" in result.stderr
     assert "RAY_TMPDIR" in result.stderr
     assert "Traceback" not in result.stderr
 
