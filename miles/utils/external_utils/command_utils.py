@@ -38,10 +38,14 @@ def to_argv(flags: Mapping[str, FlagValue]) -> list[str]:
 
 
 def run_train(
-    flags: Mapping[str, FlagValue], *, environment: Mapping[str, str] | None = None
+    flags: Mapping[str, FlagValue],
+    *,
+    more: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Run ``train.py`` with ``flags``; end this process with its exit code when it fails."""
-    command = [sys.executable, str(ROOT / "train.py"), *to_argv(flags)]
+    """Run ``train.py`` with ``flags`` and ``more`` words behind them; end this process with its
+    exit code when it fails."""
+    command = [sys.executable, str(ROOT / "train.py"), *to_argv(flags), *more]
     print(f"$ python train.py {shlex.join(command[2:])}", flush=True)
     code = run_owned(command, environment or {})
     if code != 0:
