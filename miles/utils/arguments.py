@@ -76,7 +76,7 @@ def read_config(argv: Sequence[str]) -> tuple[MilesConfig, list[Message]]:
         sglang_argv=engine.sglang_argv,
         router_argv=engine.router_argv,
     )
-    return config, [*map(warning, [*replaced, *engine.messages]), *more]
+    return config, [*map(warning, replaced), *engine.messages, *more]
 
 
 def check_all(config: MilesConfig, given: frozenset[str]) -> list[Problem]:

@@ -54,7 +54,9 @@ class FlattenedSegment:
         payload = {"flattened_tensor": memory[:num_bytes], "metadata": metadata}
 
         def serialize() -> str:
-            return MultiprocessingSerializer.serialize(payload, output_str=True)
+            text = MultiprocessingSerializer.serialize(payload, output_str=True)
+            assert isinstance(text, str)
+            return text
 
         with _shared_by_name():
             return [

@@ -1,6 +1,7 @@
 """``--sglang-*`` and ``--router-*``: what reaches SGLang, and what is refused with which remedy."""
 
 import itertools
+import logging
 import subprocess
 import sys
 import tomllib
@@ -133,8 +134,8 @@ def test_a_colocated_engine_with_more_than_its_share_is_warned_of(
     machine(monkeypatch, sglang=True)
     for colocate in (True, False):
         config = job("sglang", colocate=colocate, sglang_mem_fraction_static=share)
-        messages = check(config, frozenset(), ()).messages
-        assert bool(messages) == (warned and colocate)
+        levels = [message.level for message in check(config, frozenset(), ()).messages]
+        assert levels == [logging.WARNING] * (warned and colocate)
 
 
 def test_a_colocated_engine_leaves_room_for_the_trainer() -> None:
@@ -262,8 +263,9 @@ class TestWithSglang:
         checked = check(job("sglang", gpus=4), frozenset(), foreign)
         assert checked.problems == []
         assert checked.sglang_argv == ("--ep-size", "4", "--moe-a2a-backend", "deepep")
-        assert checked.messages[0].startswith("--sglang-enable-ep-moe: ")
-        assert "--ep-size 4" in checked.messages[0]
+        assert [message.level for message in checked.messages] == [logging.INFO] * 2
+        assert checked.messages[0].text.startswith("--sglang-enable-ep-moe: ")
+        assert "--ep-size 4" in checked.messages[0].text
 
     def test_new_names_are_of_the_installed_release_and_old_ones_are_not(self) -> None:
         known = surface.server().names
