@@ -128,11 +128,13 @@ class Job:
         """Give the engines the trainer's current weights; one that died meanwhile is replaced."""
         if self._trainer is None or self._engines is None or self._supervisor is None:
             return
+
+        async def push() -> None:
+            async with self._phase("sync", "update_weights_time", "syncing weights"):
+                await self._push_weights(self._moment("weight sync"))
+
         await self._memory.make_room_for_engines()
-        replaced = await self._supervisor.replace_dead()
-        async with self._phase("sync", "update_weights_time", "syncing weights"):
-            await self._push_weights(self._moment("weight sync"))
-        if replaced:
+        if await self._supervisor.sync(push):
             await self._connect()
 
     async def evaluate_before_training(self) -> None:

@@ -2,15 +2,16 @@
 
 import asyncio
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import psutil
 
+from miles.backends.sglang_utils.server import HOST
 from miles.contracts.hooks import GenerateContext
 from miles.contracts.types import Prompt, Sample
+from miles.rollout.engine_client import http_url
 from miles.rollout.generate import generate
-from miles.rollout.pool import EnginePool
 from tests.engine_process import running_requests
 
 SERVER = "miles.backends.sglang_utils.server"
@@ -24,6 +25,13 @@ def servers_of(model: str) -> list[psutil.Process]:
         if model in command and SERVER in command:
             found.append(process)
     return found
+
+
+def url_of(server: psutil.Process) -> str:
+    """Its other ports are open to every interface."""
+    listening = [c for c in server.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    (port,) = (c.laddr.port for c in listening if c.laddr.ip == HOST)
+    return http_url(HOST, port)
 
 
 def scheduler_of(server: psutil.Process) -> psutil.Process:
@@ -46,7 +54,7 @@ def kill_all(servers: list[psutil.Process]) -> None:
     scheduler_of(servers[1]).kill()
 
 
-FAULTS: Mapping[int, Callable[[list[psutil.Process]], None]] = {
+FAULTS: dict[int, Callable[[list[psutil.Process]], None]] = {
     7: kill_one,
     11: hang_one,
     15: kill_all,
@@ -55,18 +63,19 @@ FAULTS: Mapping[int, Callable[[list[psutil.Process]], None]] = {
 
 
 async def generate_under_faults(prompt: Prompt, context: GenerateContext) -> list[Sample]:
-    """Every response has as many tokens as it may."""
+    """Every response has as many tokens as it may. A fault comes once: the engines may not be
+    those that it met when a prompt is tried again."""
     context = replace(context, params=replace(context.params, ignore_eos=True))
     answer = asyncio.ensure_future(generate(prompt, context))
-    fault = FAULTS.get(prompt.group_id)
+    fault = FAULTS.pop(prompt.group_id, None)
     if fault is not None:
-        assert isinstance(context.engines, EnginePool)
-        await until_all_generate(context.engines.urls)
-        fault(servers_of(str(context.config.rollout.hf_checkpoint)))
+        servers = servers_of(str(context.config.rollout.hf_checkpoint))
+        await until_all_generate([url_of(server) for server in servers])
+        fault(servers)
     return await answer
 
 
-async def until_all_generate(urls: tuple[str, ...]) -> None:
+async def until_all_generate(urls: list[str]) -> None:
     async with asyncio.timeout(60):
         while not all([await asyncio.to_thread(running_requests, url) for url in urls]):
             await asyncio.sleep(0.02)

@@ -14,6 +14,8 @@ from miles.ray.rollout.router import Router
 logger = logging.get(__name__)
 
 POLL_S = 1.0
+END_S = 5.0
+"""How long an engine that answers no more may take to end."""
 MAX_RESTARTS = 8
 
 
@@ -48,17 +50,36 @@ class EngineSupervisor:
                     return task.result()
                 failed = await self._failed()
                 if failed:
-                    await self._restart(failed)
-                    await self._heal()
+                    await self._replace_until(failed, self._heal)
         finally:
             task.cancel()
 
-    async def replace_dead(self) -> bool:
-        """Replace engines that ended while nothing watched them, without healing: for a caller that
-        is about to sync weights. Returns whether there were any."""
-        dead = await self._engines.find_dead()
-        await self._restart(dead)
-        return bool(dead)
+    async def sync(self, push: Callable[[], Awaitable[None]]) -> bool:
+        """Replace engines that ended while nothing watched them, then ``push`` weights to all.
+        Returns whether any was replaced: then the pool has to be told."""
+        return await self._replace_until(await self._engines.find_dead(), push)
+
+    async def _replace_until(self, failed: list[int], done: Callable[[], Awaitable[None]]) -> bool:
+        """Replace engines, and those that end meanwhile, until ``done`` has had all of them."""
+        replaced = False
+        while True:
+            await self._restart(failed)
+            replaced = replaced or bool(failed)
+            try:
+                await done()
+            except JobError:
+                failed = await self._ending()
+                if not failed:
+                    raise
+            else:
+                return replaced
+
+    async def _ending(self) -> list[int]:
+        """Positions of engines that have ended or are about to: sockets close before that."""
+        deadline = time.monotonic() + END_S
+        while not (dead := await self._engines.find_dead()) and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        return dead
 
     async def _failed(self) -> list[int]:
         if self._router is not None:
