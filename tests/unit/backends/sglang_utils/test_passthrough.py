@@ -1,7 +1,9 @@
 """``--sglang-*`` and ``--router-*``: what reaches SGLang, and what is refused with which remedy."""
 
+import importlib.metadata
 import itertools
 import logging
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from miles.backends.sglang_utils import arguments, package, refusals, surface
 from miles.backends.sglang_utils.arguments import (
@@ -185,6 +189,33 @@ def test_the_extra_has_the_versions_that_messages_name() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extra = project["optional-dependencies"]["sglang"]
     assert package.TESTED_VERSIONS.split(", ") == extra[:2]
+
+
+def pins(file: str) -> dict[str, str]:
+    lines = (ROOT / file).read_text().split()
+    return {canonicalize_name(n): version for n, _, version in (x.partition("==") for x in lines)}
+
+
+def test_without_an_accelerator_the_versions_are_those_of_the_extra() -> None:
+    installed = pins("constraints-sglang-cpu.txt")
+    named = ("sglang", "sglang-router")
+    assert ", ".join(f"{n}=={installed[n]}" for n in named) == package.TESTED_VERSIONS
+
+
+@pytest.mark.sglang
+def test_sglang_takes_the_versions_that_its_page_installs_it_beside() -> None:
+    """What it asks for itself; what its own dependencies ask for only an index knows."""
+    page = (ROOT / "docs/sglang.md").read_text()
+    (left_out,) = re.findall(r"grep -vE '\^\((.*)\)==' constraints.txt", page)
+    pinned = pins("constraints.txt")
+    for name in left_out.split("|"):
+        del pinned[name]
+    asked = [Requirement(line) for line in importlib.metadata.requires("sglang") or ()]
+    asked = [each for each in asked if each.marker is None or each.marker.evaluate({"extra": ""})]
+    shared = {canonicalize_name(each.name): each.specifier for each in asked}
+    assert {"torch", "transformers"} <= shared.keys() & pinned.keys()
+    for name in shared.keys() & pinned.keys():
+        assert shared[name].contains(pinned[name]), name
 
 
 def test_the_page_lists_every_flag_that_ours_alone_set() -> None:
