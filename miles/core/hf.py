@@ -176,5 +176,6 @@ def context_length(config: Any) -> int | None:
 
 def vocabulary_size(config: Any) -> int | None:
     """Number of token ids that the model embeds; ``None`` when the config does not say."""
-    size = getattr(config.get_text_config(), "vocab_size", None)
+    text = config.get_text_config()
+    size = getattr(text, "vocab_size", None)
     return int(size) if size is not None else None
