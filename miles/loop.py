@@ -125,16 +125,17 @@ class Job:
             checkpoints.clear_sentinel(sentinel)
 
     async def sync_weights(self) -> None:
-        """Give the engines the trainer's current weights; one that died meanwhile is replaced."""
-        if self._trainer is None or self._engines is None or self._supervisor is None:
+        """Give the engines the trainer's current weights; one that died meanwhile, or dies in
+        here, is replaced."""
+        if self._trainer is None or self._supervisor is None:
             return
 
-        async def push() -> None:
+        async def sync() -> None:
             async with self._phase("sync", "update_weights_time", "syncing weights"):
                 await self._push_weights(self._moment("weight sync"))
 
         await self._memory.make_room_for_engines()
-        if await self._supervisor.sync(push):
+        if await self._supervisor.with_all_engines(sync):
             await self._connect()
 
     async def evaluate_before_training(self) -> None:
@@ -307,13 +308,18 @@ class Job:
 
     @asynccontextmanager
     async def _phase(self, turn: Phase, name: str, label: str) -> AsyncGenerator[None]:
-        """Whose turn it is on the devices, shown and timed as ``perf/<name>``."""
-        start = time.perf_counter()
+        """Whose turn it is on the devices, shown; what is done in it is timed as ``perf/<name>``,
+        and apart from that what changing turns takes."""
         with self.console.phase(label):
             async with self._memory.phase(turn):
+                start = time.perf_counter()
                 yield
-        key = f"perf/{name}"
-        self._metrics[key] = self._metrics.get(key, 0.0) + time.perf_counter() - start
+                self._add(f"perf/{name}", time.perf_counter() - start)
+        for move, seconds in self._memory.take_seconds().items():
+            self._add(f"perf/offload/{move}", seconds)
+
+    def _add(self, key: str, seconds: float) -> None:
+        self._metrics[key] = self._metrics.get(key, 0.0) + seconds
 
     def _report(self, rollout_id: int) -> None:
         metrics, seconds = self._metrics, self._metrics["perf/step_time"]

@@ -15,8 +15,8 @@ class WeightTransport(Protocol):
 
     @property
     def is_source(self) -> bool:
-        """Whether this rank sends. Ranks that do not send drop each tensor at once and never call
-        ``send``."""
+        """Whether this rank sends. On ranks that do not, each tensor is dropped at once and only
+        ``close`` is called. Ranks that do send the same buckets in the same order."""
         ...
 
     def connect(self, engines: EngineSet) -> None:

@@ -88,6 +88,12 @@ def empty_cache() -> None:
         torch.accelerator.empty_cache()
 
 
+def collect_shared() -> None:
+    """Free device memory that other processes have mapped and let go."""
+    if device_type() == "cuda":
+        torch.cuda.ipc_collect()
+
+
 def memory_stats() -> MemoryStats:
     """Allocator statistics; zeros without an accelerator."""
     if not has_accelerator():

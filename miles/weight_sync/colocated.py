@@ -13,6 +13,14 @@ from miles.core.registry import Registry
 class Segment(Protocol):
     """Shared memory that holds one bucket at a time."""
 
+    def release(self) -> None:
+        """Let the memory go. Idempotent."""
+        ...
+
+
+class HostSegment(Segment, Protocol):
+    """On the host: engines find it by its name."""
+
     def write(
         self, bucket: WeightBucket, *, num_engines: int, gpus_per_engine: int
     ) -> Sequence[WeightRef]:
@@ -20,12 +28,8 @@ class Segment(Protocol):
         the memory any more."""
         ...
 
-    def release(self) -> None:
-        """Let the memory go. Idempotent."""
-        ...
 
-
-SEGMENTS: Registry[Callable[[], Segment]] = Registry(
+SEGMENTS: Registry[Callable[[], HostSegment]] = Registry(
     "weight format",
     {
         "shm_bucket": "miles.weight_sync.shared_memory:ShmSegment",
@@ -34,10 +38,10 @@ SEGMENTS: Registry[Callable[[], Segment]] = Registry(
 )
 
 
-class Slot:
+class Slot[S: Segment]:
     """A segment, and the loads that still read it."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: S) -> None:
         self.segment = segment
         self._loads: Sequence[Future[None]] = ()
 
@@ -58,13 +62,13 @@ class ColocatedTransport:
     """Rank 0 writes each bucket once; every engine maps it.
 
     Two segments alternate, so that one is filled while the engines load the other. Device tensors
-    are staged through the host: correct on any device, slower than device IPC. The memory is held
-    only from the first ``send`` to ``finish`` or ``close``.
+    are staged through the host: correct on any device, slower than ``device_ipc``. The memory is
+    held only from the first ``send`` to ``finish`` or ``close``.
     """
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._slots: tuple[Slot, ...] = ()
+        self._slots: tuple[Slot[HostSegment], ...] = ()
         self._next = 0
 
     @property

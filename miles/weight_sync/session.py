@@ -13,23 +13,26 @@ from miles.config.root import MilesConfig
 from miles.contracts.engine import EngineError, EngineFeatures, EngineSet, PauseMode
 from miles.contracts.transport import WeightTransport
 from miles.contracts.types import NamedTensor
-from miles.core import distributed, hf
+from miles.core import device, distributed, hf
 from miles.core.registry import Registry
 from miles.core.timer import Timer
 from miles.weight_sync.buckets import bucketize
 from miles.weight_sync.checksums import Digests, TensorDigests, compare
 from miles.weight_sync.fused import FusedDigests, Table, fuse_table
 
-COLOCATED = "colocated"
-"""Chosen by layout, never by flag."""
+COLOCATED, DEVICE_IPC = "colocated", "device_ipc"
+"""Chosen by layout, device and engine, never by flag."""
 
 TRANSPORTS: Registry[Callable[..., WeightTransport]] = Registry(
     "weight transport",
     {
         COLOCATED: "miles.weight_sync.colocated:ColocatedTransport",
+        DEVICE_IPC: "miles.weight_sync.device_ipc:DeviceIpcTransport",
         "broadcast": "miles.weight_sync.broadcast:BroadcastTransport",
     },
 )
+
+ChooseTransport = Callable[[EngineFeatures], WeightTransport]
 
 # Differing tensors that an error message names.
 MAX_NAMED_DIFFERENCES = 5
@@ -42,20 +45,22 @@ class WeightMismatchError(EngineError):
 class WeightSync:
     """Pushes the trainer's weights into the engines; every rank holds one and calls ``push``.
 
-    ``check`` compares the checksum of every tensor after every update; ``fused`` says how engines
-    fuse this model's, for those that do.
+    ``choose`` picks how weights travel to engines of such features. ``check`` compares the checksum
+    of every tensor after every update; ``fused`` says how engines fuse this model's, for those that
+    do.
     """
 
     def __init__(
         self,
-        transport: WeightTransport,
+        choose: ChooseTransport,
         *,
         max_bytes: int,
         pause_mode: PauseMode = "retract",
         check: bool = False,
         fused: Table | None = None,
     ) -> None:
-        self.transport = transport
+        self._choose = choose
+        self._transport: WeightTransport | None = None
         self._max_bytes = max_bytes
         self._pause_mode: PauseMode = pause_mode
         self._check = check
@@ -63,6 +68,7 @@ class WeightSync:
         self._timer = Timer()
         self._fused = fused
         self._digests: Digests | None = None
+        self._digest_error: Exception | None = None
         self.version = 0
         """Of the last update that succeeded; settable when a run resumes."""
         self.last_timings: dict[str, float] = {}
@@ -76,10 +82,10 @@ class WeightSync:
         error on any rank (``EngineError`` for an engine's) is raised on all of them.
         """
         version = self.version + 1
-        self._digests = None
+        self._digests, self._digest_error = None, None
         try:
             self._together("pause", lambda: self._open(engines), on=self._is_main)
-            self._together("connect", lambda: self._connect(engines), on=self._is_source)
+            self._together("connect", lambda: self._connect(engines), on=True)
             self._stream(engines, weights, version)
             self._together("end", lambda: engines.end_weight_update(version), on=self._is_main)
             if self._check:
@@ -96,15 +102,12 @@ class WeightSync:
     def close(self) -> None:
         """Release what the transport holds; the next push connects anew."""
         self._connected_to = None
-        self.transport.close()
+        if self._transport is not None:
+            self._transport.close()
 
     @property
     def _is_main(self) -> bool:
         return distributed.rank() == 0
-
-    @property
-    def _is_source(self) -> bool:
-        return self.transport.is_source
 
     def _together(self, phase: str, step: Callable[[], None], *, on: bool) -> None:
         """Run the step where ``on`` holds; all ranks wait for it and fail together."""
@@ -124,10 +127,12 @@ class WeightSync:
     def _connect(self, engines: EngineSet) -> None:
         wanted = (engines.urls, engines.generation)
         if self._connected_to != wanted:
-            self._connected_to = None
-            self.transport.connect(engines)
+            self.close()
+            self._transport = self._choose(engines.features())
+            if self._transport.is_source:
+                self._transport.connect(engines)
             self._connected_to = wanted
-        if self._check:
+        if self._check and self._is_main:
             self._digests = self._new_digests(engines.features())
 
     def _new_digests(self, features: EngineFeatures) -> Digests:
@@ -144,20 +149,28 @@ class WeightSync:
         """Send every bucket. After a failure the weights are still read to the end: other ranks
         gather them with us."""
         error: Exception | None = None
-        gathered = iter(weights)
+        gathered, transport = iter(weights), self._transport
+        assert transport is not None, "stream before connect"
         stream = self._read(gathered)
-        if self._is_source:
-            error = _error_of(lambda: self._send(engines, stream, version))
-        # An error inside ``stream`` (a digest) has ended it, not what it reads.
+        if transport.is_source:
+            error = _error_of(lambda: self._send(transport, engines, stream, version))
+        # An error may have ended ``stream``, not what it reads.
         drained = _error_of(lambda: _drain(chain(stream, gathered)))
-        distributed.raise_together(error or drained, "weight update (send)")
+        error = self._digest_error or error or drained
+        distributed.raise_together(error, "weight update (send)")
 
-    def _send(self, engines: EngineSet, stream: Iterator[NamedTensor], version: int) -> None:
+    def _send(
+        self,
+        transport: WeightTransport,
+        engines: EngineSet,
+        stream: Iterator[NamedTensor],
+        version: int,
+    ) -> None:
         for bucket in bucketize(stream, self._max_bytes):
             with self._timer.span("send"):
-                self.transport.send(bucket, engines, version)
+                transport.send(bucket, engines, version)
         with self._timer.span("load"):
-            self.transport.finish()
+            transport.finish()
 
     def _read(self, gathered: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
         while True:
@@ -166,16 +179,22 @@ class WeightSync:
             if weight is None:
                 return
             if self._digests is not None:
-                with self._timer.span("digest"):
-                    self._digests.add(weight.name, weight.tensor)
+                self._digest(self._digests, weight)
             yield weight
 
+    def _digest(self, digests: Digests, weight: NamedTensor) -> None:
+        """A failure waits until everything is sent: ranks that send do so in step."""
+        with self._timer.span("digest"):
+            self._digest_error = _error_of(lambda: digests.add(weight.name, weight.tensor))
+        if self._digest_error is not None:
+            self._digests = None
+
     def _compare(self, engines: EngineSet) -> None:
-        """Compare what all source ranks read from the trainer with what each engine holds."""
-        mine = {} if self._digests is None else self._digests.result()
-        sent = {k: v for part in distributed.gather_objects(mine) for k, v in part.items()}
+        """Compare what was read from the trainer with what each engine holds."""
 
         def check() -> None:
+            assert self._digests is not None
+            sent = self._digests.result()
             for url, held in zip(engines.urls, engines.weight_checksums(), strict=True):
                 differences = compare(sent, held)
                 if differences:
@@ -197,17 +216,29 @@ class WeightSync:
 
 
 def make_weight_sync(config: MilesConfig) -> WeightSync:
-    """The session that the flags ask for; the layout picks the transport."""
+    """The session that the flags ask for."""
     settings = config.weight_sync
     check = settings.check_weight_update_equal
-    name = COLOCATED if config.cluster.colocate else settings.update_weight_transfer_mode
+
+    def choose(features: EngineFeatures) -> WeightTransport:
+        name = transport_name(config, features)
+        return TRANSPORTS.load(name)(timeout_s=settings.update_weight_timeout_s)
+
     return WeightSync(
-        TRANSPORTS.load(name)(timeout_s=settings.update_weight_timeout_s),
+        choose,
         max_bytes=settings.update_weight_buffer_size,
         pause_mode=config.rollout.pause_generation_mode,
         check=check,
         fused=fuse_table(hf.load_config(str(config.rollout.hf_checkpoint))) if check else None,
     )
+
+
+def transport_name(config: MilesConfig, features: EngineFeatures) -> str:
+    """The layout picks it, and between processes that share a device what both can do."""
+    if not config.cluster.colocate:
+        return config.weight_sync.update_weight_transfer_mode
+    by_device = device.supports_device_ipc() and features.weight_format == "flattened_bucket"
+    return DEVICE_IPC if by_device else COLOCATED
 
 
 def _drain(stream: Iterator[NamedTensor]) -> None:

@@ -4,6 +4,7 @@ import multiprocessing as mp
 import os
 import socket
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from miles.contracts.engine import EngineSet
+from miles.contracts.engine import EngineFeatures, EngineSet
+from miles.contracts.transport import WeightTransport
 from miles.contracts.types import NamedTensor
 from miles.core import distributed
 from miles.core.hf import load_config
@@ -89,7 +91,7 @@ def _run(rank: int, port: int, pipe: Connection) -> None:
         key = (transport, model, how.get("timeout_s", 60.0), how.get("check", True))
         if key not in syncs:
             syncs[key] = WeightSync(
-                TRANSPORTS.load(transport)(timeout_s=key[2]),
+                partial(_make_transport, transport, key[2]),
                 max_bytes=20_000,
                 check=key[3],
                 fused=fuse_table(load_config(str(model))),
@@ -105,6 +107,11 @@ def _run(rank: int, port: int, pipe: Connection) -> None:
     for sync in syncs.values():
         sync.close()
     distributed.destroy_process_group()
+
+
+def _make_transport(name: str, timeout_s: float, features: EngineFeatures) -> WeightTransport:
+    del features
+    return TRANSPORTS.load(name)(timeout_s=timeout_s)
 
 
 def _weights(model: Path, seed: int, fault: str | None) -> Iterator[NamedTensor]:

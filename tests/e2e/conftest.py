@@ -31,7 +31,8 @@ def ray_address() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def environment(ray_address: str) -> dict[str, str]:
-    return {**os.environ, "RAY_ADDRESS": ray_address, "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "RAY_ADDRESS": ray_address, "PYTHONPATH": path}
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +12,10 @@ import psutil
 import pytest
 
 from miles.config.root import MilesConfig
+from miles.contracts.engine import EngineError, MemoryTag
 from miles.ray.errors import JobError
 from miles.ray.placement import plan_layout, reserve
-from miles.ray.rollout import engine_launch, supervision
+from miles.ray.rollout import engine_launch
 from miles.ray.rollout.engine_factory import EngineGroup
 from miles.ray.rollout.engine_launch import EngineLaunch
 from miles.ray.rollout.supervision import EngineSupervisor
@@ -63,10 +64,86 @@ def test_engines_that_still_load_are_stopped_at_once(
     assert not psutil.pid_exists(pid)
 
 
+def test_a_new_engine_holds_no_more_memory_than_the_one_it_replaces(
+    ray_address: str, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    config = one_engine(tiny_qwen3)
+    tags: list[MemoryTag] = ["kv_cache", "weights"]
+
+    async def run() -> tuple[list[bool], int]:
+        async with started(config, tmp_path) as engines:
+            await engines.release_memory(["kv_cache"])
+            await kill_first(engines)
+            # One that has ended holds nothing: that it cannot be asked is no failure.
+            await engines.release_memory(tags)
+            await engines.restart(0)
+            answers = [await is_released(engines)]
+            await engines.resume_memory(tags)
+            answers.append(await is_released(engines))
+            return answers, engines.addresses.generation
+
+    answers, generation = asyncio.run(asyncio.wait_for(run(), 120))
+    assert answers == [True, False]
+    assert generation == 1
+
+
+def test_work_during_which_an_engine_ends_is_done_again_with_a_new_one(
+    ray_address: str, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    config = one_engine(tiny_qwen3)
+    asked: list[str] = []
+
+    async def run() -> tuple[bool, int]:
+        async with started(config, tmp_path) as engines:
+            supervisor = EngineSupervisor(engines, None, config.rollout, never)
+
+            async def pause() -> None:
+                (url,) = engines.addresses.urls
+                asked.append(url)
+                if len(asked) == 1:
+                    await kill_first(engines)
+                client = EngineClient(url, timeout_s=30)
+                try:
+                    await client.pause("retract")
+                except EngineError as error:
+                    raise JobError(str(error)) from error
+                finally:
+                    await client.close()
+
+            replaced = await supervisor.with_all_engines(pause)
+            return replaced, engines.addresses.generation
+
+    assert asyncio.run(asyncio.wait_for(run(), 120)) == (True, 1)
+    assert len(asked) == len(set(asked)) == 2
+
+
+def test_work_that_fails_by_itself_is_not_repeated(
+    ray_address: str, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    config = one_engine(tiny_qwen3)
+    calls: list[int] = []
+
+    async def run() -> None:
+        async with started(config, tmp_path) as engines:
+            supervisor = EngineSupervisor(engines, None, config.rollout, never)
+
+            async def fail() -> None:
+                calls.append(1)
+                raise JobError("trainer 0: out of memory")
+
+            await supervisor.with_all_engines(fail)
+
+    with pytest.raises(JobError, match="out of memory"):
+        asyncio.run(asyncio.wait_for(run(), 120))
+    assert calls == [1]
+
+
+async def never() -> None:
+    raise AssertionError("nobody watches")
+
+
 @asynccontextmanager
-async def started(model: Path, log_dir: Path) -> AsyncIterator[EngineGroup]:
-    """A group of one embedded engine."""
-    config = one_engine(model)
+async def started(config: MilesConfig, log_dir: Path) -> AsyncGenerator[EngineGroup]:
     layout = plan_layout(config, with_engines=True, with_trainer=False)
     placement = await reserve(layout, 60)
     engines = EngineGroup(config, layout, placement, log_dir)
@@ -79,66 +156,15 @@ async def started(model: Path, log_dir: Path) -> AsyncIterator[EngineGroup]:
         placement.remove()
 
 
-async def kill_the_server(engines: EngineGroup) -> None:
+async def kill_first(engines: EngineGroup) -> None:
+    """End the only engine; its holder alone reaps it."""
     (pid,) = await engines.pids()
     assert pid is not None
-    psutil.Process(pid).kill()
-
-
-def test_a_new_engine_holds_no_more_memory_than_the_one_it_replaces(
-    ray_address: str, tiny_qwen3: Path, tmp_path: Path
-) -> None:
-    tags = ["kv_cache", "weights"]
-
-    async def run() -> tuple[list[int], int]:
-        async with started(tiny_qwen3, tmp_path) as engines:
-            await engines.release_memory(tags)
-            await kill_the_server(engines)
-            while not await engines.find_dead():
-                await asyncio.sleep(0.05)
-            await engines.restart(0)
-            answers = [await is_released(engines)]
-            await engines.resume_memory(tags)
-            answers.append(await is_released(engines))
-            return answers, engines.addresses.generation
-
-    answers, generation = asyncio.run(asyncio.wait_for(run(), 120))
-    assert answers == [True, False]
-    assert generation == 1
-
-
-def test_an_engine_that_ends_under_a_weight_update_is_replaced_and_updated_anew(
-    ray_address: str, tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervision, "END_S", 1.0)
-
-    async def run() -> None:
-        async with started(tiny_qwen3, tmp_path) as engines:
-            supervisor = EngineSupervisor(engines, None, MilesConfig().rollout, heal=never)
-            asked: list[str] = []
-
-            async def push() -> None:
-                asked.append(engines.addresses.urls[0])
-                if len(asked) == 1:
-                    await kill_the_server(engines)
-                await engines.release_memory(["kv_cache"])
-
-            async def refused_push() -> None:
-                await engines.release_memory(["no such memory"])
-
-            assert await supervisor.sync(push)
-            assert asked == [asked[0], engines.addresses.urls[0]]
-            assert engines.addresses.generation == 1
-            assert not await supervisor.sync(push)
-            with pytest.raises(JobError, match="no such memory"):
-                await supervisor.sync(refused_push)
-            assert engines.addresses.generation == 1
-
-    asyncio.run(asyncio.wait_for(run(), 120))
-
-
-async def never() -> None:
-    raise AssertionError("nothing watches here")
+    process = psutil.Process(pid)
+    process.kill()
+    async with asyncio.timeout(30):
+        while process.status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.05)
 
 
 async def is_released(engines: EngineGroup) -> bool:

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.e2e.conftest import environment, ray_address, reverse_data, run_train
 from tests.ranks import Ranks
 from tests.unit.backends.megatron_utils.layouts import Layout
 from tests.unit.backends.megatron_utils.made_models import make_models
+
+__all__ = ["environment", "ray_address", "reverse_data", "run_train"]  # fixtures
 
 MAX_RANKS = 2
 MAX_LAYOUT_RANKS = 4

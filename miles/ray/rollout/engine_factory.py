@@ -8,7 +8,8 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ import ray
 from ray.exceptions import RayError
 
 from miles.config.root import MilesConfig
-from miles.contracts.engine import EngineError
+from miles.contracts.engine import EngineError, MemoryTag
 from miles.core import logging
-from miles.ray.errors import JobError, call, gather, kill
+from miles.ray.errors import DEATH_NOTICE_S, JobError, call, gather, kill
 from miles.ray.placement import Layout, Placement
 from miles.ray.rollout.engine_launch import EngineLaunch, choose_launcher, require_one_machine
 from miles.rollout.engine_client import EngineClient
@@ -118,7 +119,8 @@ class EngineGroup:
         self._holders = [self._new_holder(index) for index in range(len(self._slots))]
         self._urls: list[str] = [""] * len(self._slots)
         self._generation = 0
-        self._released: set[str] = set()
+        self._released: list[set[MemoryTag]] = [set() for _ in self._slots]
+        """The memory that each engine has given up."""
 
     @property
     def addresses(self) -> EngineAddresses:
@@ -139,26 +141,45 @@ class EngineGroup:
         )
         return [index for index, answer in enumerate(alive) if answer is not True]
 
+    async def find_dead_soon(self) -> list[int]:
+        """``find_dead`` after a failure: a connection breaks a moment before the process behind it
+        is seen to have ended."""
+        deadline = time.monotonic() + DEATH_NOTICE_S
+        dead = await self.find_dead()
+        while not dead and time.monotonic() < deadline:
+            await asyncio.sleep(DEATH_NOTICE_S / 30)
+            dead = await self.find_dead()
+        return dead
+
     async def find_unhealthy(self, timeout_s: float) -> list[int]:
         """Positions of engines that do not answer a health probe in time."""
+        return await self._find_silent(EngineClient.health, timeout_s)
 
-        async def healthy(url: str) -> bool:
+    async def find_hung(self, timeout_s: float) -> list[int]:
+        """Positions of engines that do not say in time what they are. SGLang's health probe
+        generates, which an engine that a weight update has paused does not."""
+        return await self._find_silent(EngineClient.server_info, timeout_s)
+
+    async def _find_silent(
+        self, ask: Callable[[EngineClient], Awaitable[object]], timeout_s: float
+    ) -> list[int]:
+        async def answers(url: str) -> bool:
             client = EngineClient(url, timeout_s=timeout_s)
             try:
-                await client.health()
+                await ask(client)
             except EngineError:
                 return False
             finally:
                 await client.close()
             return True
 
-        answers = await asyncio.gather(*(healthy(url) for url in self._urls))
-        return [index for index, answer in enumerate(answers) if not answer]
+        found = await asyncio.gather(*(answers(url) for url in self._urls))
+        return [index for index, answered in enumerate(found) if not answered]
 
     async def restart(self, index: int) -> None:
         """Replace an engine. It comes up with the checkpoint's weights: sync before using it.
 
-        It gives up the memory that the others have given up.
+        It gives up the memory that the old one had given up.
         """
         with contextlib.suppress(RayError):
             logger.warning(
@@ -169,18 +190,19 @@ class EngineGroup:
             await self._holders[index].stop.remote()
         kill(self._holders[index])
         self._holders[index] = self._new_holder(index)
+        released = self._released[index]
+        self._released[index] = set()
         await self._start(index)
-        if self._released:
-            await self._each("release_memory", sorted(self._released), [self._urls[index]])
         self._generation += 1
+        await self._release(index, released)
 
-    async def release_memory(self, tags: list[str]) -> None:
-        await self._each("release_memory", tags, self._urls)
-        self._released |= set(tags)
+    async def release_memory(self, tags: Collection[MemoryTag]) -> None:
+        """Of every engine that holds it; one that has ended holds none."""
+        await self._each(lambda index: self._release(index, set(tags)))
 
-    async def resume_memory(self, tags: list[str]) -> None:
-        await self._each("resume_memory", tags, self._urls)
-        self._released -= set(tags)
+    async def resume_memory(self, tags: Collection[MemoryTag]) -> None:
+        """Of every engine that has given it up."""
+        await self._each(lambda index: self._resume(index, set(tags)))
 
     def log_file(self, index: int) -> Path:
         return self._log_dir / f"engine_{index}.log"
@@ -212,15 +234,39 @@ class EngineGroup:
             f"engine {index}", self._holders[index].start.remote(launch), during="start"
         )
 
-    async def _each(self, method: str, tags: list[str], urls: Sequence[str]) -> None:
-        async def one(url: str) -> None:
-            client = EngineClient(url, timeout_s=self._config.weight_sync.update_weight_timeout_s)
-            try:
-                await getattr(client, method)(tags)
-            finally:
-                await client.close()
+    async def _each(self, work: Callable[[int], Coroutine[Any, Any, None]]) -> None:
+        """For every engine; one that fails does not keep the others from it."""
+        results = await asyncio.gather(*map(work, range(len(self._slots))), return_exceptions=True)
+        for error in results:
+            if error is not None:
+                raise error
 
+    async def _release(self, index: int, tags: set[MemoryTag]) -> None:
+        missing = tags - self._released[index]
+        if not missing:
+            return
         try:
-            await asyncio.gather(*(one(url) for url in urls))
-        except RuntimeError as error:
-            raise JobError(f"engines failed to {method.replace('_', ' ')}: {error}") from error
+            async with self._client(index) as client:
+                await client.release_memory(sorted(missing))
+        except JobError:
+            if index not in await self.find_dead_soon():
+                raise
+        self._released[index] |= missing
+
+    async def _resume(self, index: int, tags: set[MemoryTag]) -> None:
+        if held := tags & self._released[index]:
+            async with self._client(index) as client:
+                await client.resume_memory(sorted(held))
+            self._released[index] -= held
+
+    @asynccontextmanager
+    async def _client(self, index: int) -> AsyncGenerator[EngineClient]:
+        """For one call about memory, whose failure is a ``JobError``."""
+        timeout_s = self._config.weight_sync.update_weight_timeout_s
+        client = EngineClient(self._urls[index], timeout_s=timeout_s)
+        try:
+            yield client
+        except EngineError as error:
+            raise JobError(f"engine {index} failed to give up or take memory: {error}") from error
+        finally:
+            await client.close()

@@ -14,8 +14,6 @@ from miles.ray.rollout.router import Router
 logger = logging.get(__name__)
 
 POLL_S = 1.0
-END_S = 5.0
-"""How long an engine that answers no more may take to end."""
 MAX_RESTARTS = 8
 
 
@@ -50,36 +48,36 @@ class EngineSupervisor:
                     return task.result()
                 failed = await self._failed()
                 if failed:
-                    await self._replace_until(failed, self._heal)
+                    await self._restart(failed)
+                    await self.with_all_engines(self._heal)
         finally:
             task.cancel()
 
-    async def sync(self, push: Callable[[], Awaitable[None]]) -> bool:
-        """Replace engines that ended while nothing watched them, then ``push`` weights to all.
-        Returns whether any was replaced: then the pool has to be told."""
-        return await self._replace_until(await self._engines.find_dead(), push)
+    async def with_all_engines(self, work: Callable[[], Awaitable[None]]) -> bool:
+        """Do ``work``, which needs every engine and gives them weights: replace those that have
+        ended before, and when it fails because one ended or hangs, replace that and do it again.
 
-    async def _replace_until(self, failed: list[int], done: Callable[[], Awaitable[None]]) -> bool:
-        """Replace engines, and those that end meanwhile, until ``done`` has had all of them."""
-        replaced = False
+        Returns whether any was replaced: the caller tells the pool.
+        """
+        failed, replaced = await self._engines.find_dead(), False
         while True:
             await self._restart(failed)
             replaced = replaced or bool(failed)
             try:
-                await done()
-            except JobError:
-                failed = await self._ending()
+                await work()
+            except JobError as error:
+                failed = await self._failed_after_error()
                 if not failed:
                     raise
+                logger.warning("%s; once more with new engines", error)
             else:
                 return replaced
 
-    async def _ending(self) -> list[int]:
-        """Positions of engines that have ended or are about to: sockets close before that."""
-        deadline = time.monotonic() + END_S
-        while not (dead := await self._engines.find_dead()) and time.monotonic() < deadline:
-            await asyncio.sleep(POLL_S)
-        return dead
+    async def _failed_after_error(self) -> list[int]:
+        dead = await self._engines.find_dead_soon()
+        if dead:
+            return dead
+        return await self._engines.find_hung(self._options.rollout_health_check_timeout)
 
     async def _failed(self) -> list[int]:
         if self._router is not None:

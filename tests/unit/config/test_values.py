@@ -61,3 +61,9 @@ def test_items_are_converted_each_and_the_first_bad_one_is_named() -> None:
 def test_near_words_are_suggested_and_far_ones_are_not() -> None:
     assert did_you_mean("--colocte", ["--colocate", "--save"]) == "did you mean --colocate?"
     assert did_you_mean("--zzz", ["--colocate", "--save"]) == ""
+
+
+def test_a_slip_in_a_synonym_leads_to_the_word_that_it_stands_for() -> None:
+    synonyms = {"--learning-rate": "--lr", "--actor-learning-rate": "--lr"}
+    for word in ("--learning-rate", "--leraning-rate"):
+        assert did_you_mean(word, ["--lr", "--save"], synonyms) == "did you mean --lr?"

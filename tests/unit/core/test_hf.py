@@ -25,6 +25,30 @@ def test_a_config_that_is_not_json_is_named(model: Path) -> None:
         check_directory(str(model))
 
 
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("iter_0000002/__0_0.distcp", r"torch_dist.*tools/convert_torch_dist_to_hf\.py"),
+        ("release/__0_0.distcp", r"torch_dist.*tools/convert_torch_dist_to_hf\.py"),
+        ("__0_0.distcp", r"torch_dist.*tools/convert_torch_dist_to_hf\.py"),
+        ("iter_0000002/model/__0_0.distcp", r"FSDP.*tools/convert_fsdp_to_hf\.py"),
+        ("model/__0_0.distcp", r"FSDP.*tools/convert_fsdp_to_hf\.py"),
+    ],
+)
+def test_a_training_checkpoint_is_told_with_the_tool_that_converts_it(
+    tmp_path: Path, file: str, says: str
+) -> None:
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).touch()
+    with pytest.raises(CheckpointDirError, match=rf"no config\.json; .*{says}"):
+        check_directory(str(tmp_path))
+
+
+def test_a_directory_of_nothing_known_has_no_hint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointDirError, match=r"has no config\.json$"):
+        check_directory(str(tmp_path))
+
+
 def test_weights_that_are_cut_short_are_named(model: Path) -> None:
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])

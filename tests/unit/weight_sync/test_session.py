@@ -8,18 +8,34 @@ import pytest
 import torch
 
 from miles.config.root import MilesConfig
+from miles.contracts.engine import EngineFeatures, WeightFormat
 from miles.contracts.types import NamedTensor
-from miles.weight_sync.broadcast import BroadcastTransport
+from miles.core import device
 from miles.weight_sync.checksums import TensorDigests
 from miles.weight_sync.colocated import ColocatedTransport
-from miles.weight_sync.session import TRANSPORTS, WeightSync, make_weight_sync
+from miles.weight_sync.session import TRANSPORTS, WeightSync, transport_name
+
+
+def features(weight_format: WeightFormat) -> EngineFeatures:
+    return EngineFeatures(weight_format=weight_format, dtype="float32", checksums="tensors")
 
 
 def test_the_layout_picks_shared_memory_and_the_flag_everything_else() -> None:
     config = MilesConfig()
-    assert isinstance(make_weight_sync(config).transport, BroadcastTransport)
+    assert transport_name(config, features("shm_bucket")) == "broadcast"
     colocated = replace(config, cluster=replace(config.cluster, colocate=True))
-    assert isinstance(make_weight_sync(colocated).transport, ColocatedTransport)
+    assert transport_name(colocated, features("shm_bucket")) == "colocated"
+
+
+@pytest.mark.parametrize(("by_device", "name"), [(True, "device_ipc"), (False, "colocated")])
+def test_device_memory_is_shared_where_the_device_can_and_the_engine_takes_it(
+    by_device: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "supports_device_ipc", lambda: by_device)
+    config = MilesConfig()
+    colocated = replace(config, cluster=replace(config.cluster, colocate=True))
+    assert transport_name(colocated, features("flattened_bucket")) == name
+    assert transport_name(colocated, features("shm_bucket")) == "colocated"
 
 
 def test_an_unknown_transport_lists_the_known_ones() -> None:
@@ -36,8 +52,9 @@ def test_a_digest_that_fails_leaves_no_weight_ungathered() -> None:
             gathered.append(number)
             yield NamedTensor(str(number), torch.ones(2, device="meta"))
 
-    sync = WeightSync(ColocatedTransport(timeout_s=1), max_bytes=100, check=True)
-    sync._digests = TensorDigests()
+    transport = ColocatedTransport(timeout_s=1)
+    sync = WeightSync(lambda _: transport, max_bytes=100, check=True)
+    sync._transport, sync._digests = transport, TensorDigests()
     no_engine: Any = None
     with pytest.raises(NotImplementedError):
         sync._stream(no_engine, weights(), 1)

@@ -4,9 +4,11 @@ import json
 import logging
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from miles.backends.megatron_utils import applies, architecture, arguments, package, refusals
 from miles.config.command_line import Foreign, read_command_line
@@ -69,12 +71,33 @@ def test_all_problems_are_reported_in_one_go(line: Line) -> None:
     assert not any("--num-layers" in flag for flag in joined)
 
 
+def test_a_flag_of_experts_on_a_dense_model_is_one_problem(line: Line) -> None:
+    """The rest of the architecture is nothing that this user has given."""
+    found = problems(line("--moe-router-topk", "2"))
+    assert list(found) == ["--moe-router-topk"]
+    assert "applies only to a mixture of experts" in found["--moe-router-topk"]
+    assert list(problems(line("--num-experts", "4"))) == ["--num-experts"]
+
+
 def test_what_only_megatron_finds_joins_the_list(line: Line) -> None:
     """Its validation wants a recompute method to be missing with selective recompute."""
     argv = line("--recompute-granularity", "selective", "--recompute-method", "uniform")
     found = problems([*argv, "--rollout-temperature", "0"])
     assert set(found) == {"--train-backend", "--rollout-temperature"}
     assert "recompute method is not yet supported for selective" in found["--train-backend"]
+
+
+def test_a_command_line_asks_no_device_even_where_a_library_has_woken_it(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a Hopper it would demand an environment that only trainers have."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    hopper = SimpleNamespace(major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: hopper)
+    config, _ = read_config(line("--tensor-model-parallel-size", "2", "--sequence-parallel"))
+    assert config.megatron_argv
 
 
 def test_megatrons_model_config_is_checked_too(line: Line) -> None:
