@@ -131,6 +131,11 @@ def load_config(path: str) -> Any:
     return AutoConfig.from_pretrained(path, trust_remote_code=True)
 
 
+def architecture(config: Any) -> str:
+    """The first architecture of a transformers config; empty when it names none."""
+    return next(iter(config.architectures or ()), "")
+
+
 def text_config(config: Any) -> Any:
     """The text part of a transformers config; the config itself where that is all there is.
 
@@ -202,3 +207,10 @@ def context_length(config: Any) -> int | None:
     text = config.get_text_config()
     length = getattr(text, "max_position_embeddings", None)
     return int(length) if length is not None else None
+
+
+def vocabulary_size(config: Any) -> int | None:
+    """Number of token ids that the model embeds; ``None`` when the config does not say."""
+    text = config.get_text_config()
+    size = getattr(text, "vocab_size", None)
+    return int(size) if size is not None else None

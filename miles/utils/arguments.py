@@ -76,7 +76,7 @@ def read_config(argv: Sequence[str]) -> tuple[MilesConfig, list[Message]]:
         sglang_argv=engine.sglang_argv,
         router_argv=engine.router_argv,
     )
-    own = [*map(warning, [*replaced, *engine.messages]), *rules.notes(config)]
+    own = [*map(warning, replaced), *engine.messages, *rules.notes(config)]
     return config, [*own, *more]
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -153,19 +153,28 @@ class EngineGroup:
 
     async def find_unhealthy(self, timeout_s: float) -> list[int]:
         """Positions of engines that do not answer a health probe in time."""
+        return await self._find_silent(EngineClient.health, timeout_s)
 
-        async def healthy(url: str) -> bool:
+    async def find_hung(self, timeout_s: float) -> list[int]:
+        """Positions of engines that do not say in time what they are. SGLang's health probe
+        generates, which an engine that a weight update has paused does not."""
+        return await self._find_silent(EngineClient.server_info, timeout_s)
+
+    async def _find_silent(
+        self, ask: Callable[[EngineClient], Awaitable[object]], timeout_s: float
+    ) -> list[int]:
+        async def answers(url: str) -> bool:
             client = EngineClient(url, timeout_s=timeout_s)
             try:
-                await client.health()
+                await ask(client)
             except EngineError:
                 return False
             finally:
                 await client.close()
             return True
 
-        answers = await asyncio.gather(*(healthy(url) for url in self._urls))
-        return [index for index, answer in enumerate(answers) if not answer]
+        found = await asyncio.gather(*(answers(url) for url in self._urls))
+        return [index for index, answered in enumerate(found) if not answered]
 
     async def restart(self, index: int) -> None:
         """Replace an engine. It comes up with the checkpoint's weights: sync before using it.
