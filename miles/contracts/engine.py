@@ -107,7 +107,13 @@ class EngineFeatures:
     """Of the parameters: the name of a torch dtype."""
     checksums: Literal["tensors", "fused"]
     """What ``weight_checksums`` is of: xxh3-128 hex digests (C order) of the checkpoint's tensors,
-    or SGLang's own of its parameters, see ``miles/weight_sync/fused.py``."""
+    or SGLang's own of its parameters, see ``miles/weight_sync/fused.py``; of an engine of several
+    tensor-parallel ranks each has its own (``on_rank``)."""
+
+
+def on_rank(parameter: str, rank: int, num_ranks: int) -> str:
+    """The name of a parameter's checksum on one of an engine's ranks."""
+    return parameter if num_ranks == 1 else f"{parameter} of rank {rank}"
 
 
 @dataclass(frozen=True, kw_only=True)

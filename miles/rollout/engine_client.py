@@ -23,6 +23,7 @@ from miles.contracts.engine import (
     WeightFormat,
     WeightGroup,
     WeightRef,
+    on_rank,
 )
 from miles.rollout.router_client import is_a_routers
 
@@ -73,8 +74,14 @@ class _ServerInfo(msgspec.Struct):
     weight_formats: list[str] = []
 
 
+class _Parallelism(msgspec.Struct):
+    tp_rank: int
+    tp_size: int
+
+
 class _RankChecksums(msgspec.Struct):
     checksums: dict[str, str]
+    parallelism_info: _Parallelism
 
 
 class _Checksums(msgspec.Struct):
@@ -290,15 +297,25 @@ class EngineClient:
     async def weight_checksums(self) -> dict[str, str]:
         """Name -> digest, of what ``features`` says.
 
-        Raises ``EngineError`` for an engine of several ranks: each holds a part of a parameter."""
+        Raises ``EngineError`` for an engine whose ranks are not all tensor-parallel ones."""
         answer = await self._command("weights_checker", {"action": "checksum"})
         found = self._decode("weights_checker", answer, _Checksums)
-        if len(found.ranks) > 1:
+        if not found.ranks:
+            return found.checksums
+        layout = sorted(
+            (r.parallelism_info.tp_rank, r.parallelism_info.tp_size) for r in found.ranks
+        )
+        size = len(found.ranks)
+        if layout != [(rank, size) for rank in range(size)]:
             raise EngineError(
-                f"{self.url}/weights_checker: checksums of {len(found.ranks)} ranks; parameters "
-                "that are divided cannot be compared"
+                f"{self.url}/weights_checker: checksums of tensor-parallel (rank, size) {layout}: "
+                "what each should hold is known of one group of such ranks alone"
             )
-        return found.ranks[0].checksums if found.ranks else found.checksums
+        return {
+            on_rank(name, rank.parallelism_info.tp_rank, size): digest
+            for rank in found.ranks
+            for name, digest in rank.checksums.items()
+        }
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         await self._call("release_memory_occupation", {"tags": list(tags)})

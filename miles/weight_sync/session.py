@@ -133,9 +133,9 @@ class WeightSync:
                 self._transport.connect(engines)
             self._connected_to = wanted
         if self._check and self._is_main:
-            self._digests = self._new_digests(engines.features())
+            self._digests = self._new_digests(engines.features(), engines.gpus_per_engine)
 
-    def _new_digests(self, features: EngineFeatures) -> Digests:
+    def _new_digests(self, features: EngineFeatures, num_ranks: int) -> Digests:
         if features.checksums == "tensors":
             return TensorDigests()
         if self._fused is None:
@@ -143,7 +143,7 @@ class WeightSync:
                 "the engines' checksums are of fused parameters, and there is no table of them for "
                 "this model: leave out --check-weight-update-equal"
             )
-        return FusedDigests(self._fused, getattr(torch, features.dtype))
+        return FusedDigests(self._fused, getattr(torch, features.dtype), num_ranks)
 
     def _stream(self, engines: EngineSet, weights: Iterable[NamedTensor], version: int) -> None:
         """Send every bucket. After a failure the weights are still read to the end: other ranks

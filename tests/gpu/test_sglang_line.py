@@ -33,12 +33,12 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"train-backend": "fsdp", **COLOCATED, **CHECK, "actor-num-gpus-per-node": 2},
     ),
-    # Its engine's checksums are of parameters that are divided: nothing to compare them with.
     "megatron-colocated-one-engine-of-two": (
         2,
         {
             "train-backend": "megatron",
             **COLOCATED,
+            **CHECK,
             **TP2,
             "actor-num-gpus-per-node": 2,
             "rollout-num-gpus-per-engine": 2,

@@ -79,7 +79,8 @@ def check(config: MilesConfig, given: Given, foreign: Sequence[Foreign]) -> Chec
         return Checked(problems=[Problem("--rollout-engine", "sglang", remedy)])
     problems = [*server.problems, *router.problems]
     if not problems and server.argv:
-        problems = _parallel_sizes(config, surface.server().read(server.argv))
+        args = surface.server().read(server.argv)
+        problems = [*_parallel_sizes(config, args), *_unchecked_layout(config, args)]
     return Checked(
         sglang_argv=server.argv,
         router_argv=router.argv,
@@ -256,6 +257,22 @@ def _parallel_sizes(config: MilesConfig, args: argparse.Namespace) -> list[Probl
             remedy = f"must divide --rollout-num-gpus-per-engine = {gpus}"
             problems.append(Problem(flag, size, remedy))
     return problems
+
+
+def _unchecked_layout(config: MilesConfig, args: argparse.Namespace) -> list[Problem]:
+    """What each rank of an engine holds is known of tensor parallelism alone."""
+    if not config.weight_sync.check_weight_update_equal:
+        return []
+    layouts = (
+        ("--sglang-ep-size", args.ep_size, args.ep_size > 1),
+        ("--sglang-pp-size", args.pp_size, args.pp_size > 1),
+        ("--sglang-enable-dp-attention", True, args.enable_dp_attention),
+    )
+    remedy = (
+        "--check-weight-update-equal knows what each rank of an engine holds under tensor "
+        "parallelism alone; leave one of the two out"
+    )
+    return [Problem(flag, value, remedy) for flag, value, used in layouts if used]
 
 
 def _warnings(config: MilesConfig) -> list[Message]:

@@ -98,10 +98,6 @@ def _sizes_are_served(config: MilesConfig, model: Any) -> list[Problem]:
 def _weights_can_be_checked(config: MilesConfig, model: Any) -> list[Problem]:
     if model is None or not config.weight_sync.check_weight_update_equal:
         return []
-    if config.cluster.rollout_num_gpus_per_engine > 1:
-        remedy = "SGLang's checksums of a divided model are not compared; leave the first out"
-        dests = ("check_weight_update_equal", "rollout_num_gpus_per_engine")
-        return [problem(config, *dests, remedy=remedy)]
     from miles.weight_sync.fused import TABLES
 
     name = hf.architecture(model)

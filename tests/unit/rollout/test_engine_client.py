@@ -317,14 +317,22 @@ def test_a_bucket_for_sglang_has_a_handle_for_each_of_its_ranks(server: Server) 
     }
 
 
-def test_sglangs_checksums_are_those_of_its_rank_and_of_several_are_an_error(
-    server: Server,
-) -> None:
-    ranks = [{"checksums": {"a": "f0"}, "per_gpu_checksum": "aa"}, {"checksums": {"a": "f1"}}]
-    server.answers["weights_checker"] = (200, {"success": True, "ranks": ranks[:1]})
+def of_a_rank(rank: int, size: int, digest: str) -> dict[str, Any]:
+    layout = {"tp_rank": rank, "tp_size": size, "dp_rank": 0, "dp_size": 1}
+    return {"checksums": {"a": digest}, "per_gpu_checksum": "aa", "parallelism_info": layout}
+
+
+def test_sglangs_checksums_are_those_of_its_tensor_parallel_ranks(server: Server) -> None:
+    def answer(*ranks: dict[str, Any]) -> None:
+        server.answers["weights_checker"] = (200, {"success": True, "ranks": list(ranks)})
+
+    answer(of_a_rank(0, 1, "f0"))
     assert ask(server, EngineClient.weight_checksums) == {"a": "f0"}
-    server.answers["weights_checker"] = (200, {"success": True, "ranks": ranks})
-    with pytest.raises(EngineError, match="checksums of 2 ranks"):
+    answer(of_a_rank(1, 2, "f1"), of_a_rank(0, 2, "f0"))
+    found = ask(server, EngineClient.weight_checksums)
+    assert found == {"a of rank 0": "f0", "a of rank 1": "f1"}
+    answer(of_a_rank(0, 1, "f0"), of_a_rank(0, 1, "f0"))
+    with pytest.raises(EngineError, match="one group of such ranks alone"):
         ask(server, EngineClient.weight_checksums)
 
 

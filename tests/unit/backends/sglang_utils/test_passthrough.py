@@ -320,6 +320,19 @@ class TestWithSglang:
         (found,) = check(job("sglang", gpus=gpus), frozenset(), flags(*words)).problems
         assert found.flag == flag
 
+    @pytest.mark.parametrize(
+        "words",
+        [("--sglang-ep-size", "2"), ("--sglang-enable-dp-attention", "--sglang-dp-size", "2")],
+    )
+    def test_weights_are_checked_under_tensor_parallelism_alone(
+        self, words: tuple[str, ...]
+    ) -> None:
+        config = job("sglang", gpus=2)
+        assert check(config, frozenset(), flags(*words)).problems == []
+        sync = replace(config.weight_sync, check_weight_update_equal=True)
+        (found,) = check(replace(config, weight_sync=sync), frozenset(), flags(*words)).problems
+        assert found.flag == words[0]
+
     @pytest.mark.parametrize("accelerator", [True, False])
     @pytest.mark.parametrize("colocate", [True, False])
     def test_the_installed_release_reads_every_argument_of_a_server(
