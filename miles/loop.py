@@ -17,7 +17,7 @@ from miles.core.tracking import Tracker
 from miles.ray import cluster
 from miles.ray.errors import JobError, gather
 from miles.ray.memory import Memory, Phase, Resident, TakeTurns
-from miles.ray.placement import Placement, plan_layout, reserve
+from miles.ray.placement import Placement, plan_layout, require_whole_machines, reserve
 from miles.ray.rollout.engine_factory import EngineGroup
 from miles.ray.rollout.manager import GeneratedBatch, with_num_rollout
 from miles.ray.rollout.router import Router, make_router
@@ -171,6 +171,7 @@ class Job:
         self.console.say("starting: Ray's workers, engines and trainer load the model")
         with self.console.phase("starting"):
             self._placement = await reserve(layout, config.cluster.placement_timeout_s)
+            require_whole_machines(layout, self._placement, config.cluster.actor_num_gpus_per_node)
             config = with_num_rollout(config, await self._rollout.start())
             self.config = config
             self.console = RunConsole(config.data.num_rollout or 0)
@@ -179,7 +180,11 @@ class Job:
                 self._engines = engines
                 self._router = make_router(config, self.run_dir / "logs")
                 self._supervisor = EngineSupervisor(
-                    engines, self._router, config.rollout, self._heal
+                    engines,
+                    self._router,
+                    config.rollout,
+                    heal=self._heal,
+                    connect=self._connect,
                 )
             if with_trainer:
                 self._trainer = TrainGroup(config, layout, self._placement)

@@ -17,12 +17,12 @@ from miles.ray.errors import JobError
 from miles.ray.placement import plan_layout, reserve
 from miles.ray.rollout import engine_launch
 from miles.ray.rollout.engine_factory import EngineGroup
-from miles.ray.rollout.engine_launch import EngineLaunch
+from miles.ray.rollout.engine_launch import EngineLaunch, EnginePart
 from miles.ray.rollout.supervision import EngineSupervisor
 from miles.rollout.engine_client import EngineClient
 
 
-def never_ready(config: MilesConfig, index: int, log_file: Path) -> EngineLaunch:
+def never_ready(config: MilesConfig, part: EnginePart, log_file: Path) -> EngineLaunch:
     """A server that loads for longer than anybody waits."""
     command = (sys.executable, "-c", "import time; time.sleep(120)")
     return EngineLaunch(command=command, environment={}, log_file=str(log_file))
@@ -95,7 +95,7 @@ def test_work_during_which_an_engine_ends_is_done_again_with_a_new_one(
 
     async def run() -> tuple[bool, int]:
         async with started(config, tmp_path) as engines:
-            supervisor = EngineSupervisor(engines, None, config.rollout, never)
+            supervisor = supervisor_of(engines, config)
 
             async def pause() -> None:
                 (url,) = engines.addresses.urls
@@ -125,7 +125,7 @@ def test_work_that_fails_by_itself_is_not_repeated(
 
     async def run() -> None:
         async with started(config, tmp_path) as engines:
-            supervisor = EngineSupervisor(engines, None, config.rollout, never)
+            supervisor = supervisor_of(engines, config)
 
             async def fail() -> None:
                 calls.append(1)
@@ -136,6 +136,10 @@ def test_work_that_fails_by_itself_is_not_repeated(
     with pytest.raises(JobError, match="out of memory"):
         asyncio.run(asyncio.wait_for(run(), 120))
     assert calls == [1]
+
+
+def supervisor_of(engines: EngineGroup, config: MilesConfig) -> EngineSupervisor:
+    return EngineSupervisor(engines, None, config.rollout, heal=never, connect=never)
 
 
 async def never() -> None:

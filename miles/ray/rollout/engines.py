@@ -1,0 +1,69 @@
+"""What the driver does with the engines of a job, whether it has started them or not."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from miles.contracts.engine import EngineError
+from miles.ray.errors import DEATH_NOTICE_S
+from miles.rollout.engine_client import EngineClient
+from miles.rollout.engine_set import EngineAddresses
+
+
+class Engines(Protocol):
+    """Every engine has a position, which it keeps. Failures are ``JobError``."""
+
+    @property
+    def addresses(self) -> EngineAddresses:
+        """Of those that serve."""
+        ...
+
+    def url(self, index: int) -> str: ...
+
+    async def start(self) -> None:
+        """Returns when all of them serve."""
+        ...
+
+    async def find_dead(self) -> list[int]:
+        """Positions of engines that serve no more: their process has ended."""
+        ...
+
+    async def find_unhealthy(self, timeout_s: float) -> list[int]:
+        """Positions of engines that do not answer a health probe in time."""
+        ...
+
+    async def replace(self, failed: Sequence[int]) -> bool:
+        """Go on without these. Whether there are new ones in their place, which have not the
+        trainer's weights."""
+        ...
+
+    async def readmit(self) -> bool:
+        """Take back those that serve again. Whether there are any; they have not the trainer's
+        weights."""
+        ...
+
+    async def stop(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+async def find_dead_soon(engines: Engines) -> list[int]:
+    """``find_dead`` after a failure: a connection breaks a moment before the process behind it is
+    seen to have ended."""
+    deadline = time.monotonic() + DEATH_NOTICE_S
+    dead = await engines.find_dead()
+    while not dead and time.monotonic() < deadline:
+        await asyncio.sleep(DEATH_NOTICE_S / 30)
+        dead = await engines.find_dead()
+    return dead
+
+
+async def is_healthy(url: str, timeout_s: float) -> bool:
+    client = EngineClient(url, timeout_s=timeout_s)
+    try:
+        await client.health()
+    except EngineError:
+        return False
+    finally:
+        await client.close()
+    return True
