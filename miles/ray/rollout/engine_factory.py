@@ -59,6 +59,7 @@ class EngineGroup:
 
     async def start(self) -> None:
         await gather(*(engine.start() for engine in self._engines))
+        logger.info("engines serve at %s", " ".join(self.addresses.urls))
 
     async def find_dead(self) -> list[int]:
         """Positions of engines of which a process has ended (a holder or a server)."""
