@@ -44,7 +44,11 @@ class ClusterConfig:
         int, Doc("Time-out of collectives."), Flag(shared=True)
     ] = 10
     placement_timeout_s: Annotated[
-        float, Doc("How long to wait for the cluster's resources before naming what is missing.")
+        float,
+        Doc(
+            "How long to wait for the cluster's resources, or for engines of --rollout-external, "
+            "before naming what is missing."
+        ),
     ] = 300.0
     train_env_vars: Annotated[
         dict[str, Any], Doc("Extra environment of the trainer processes (JSON object).")

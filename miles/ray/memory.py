@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 from miles.config.root import MilesConfig
 from miles.contracts.engine import MemoryTag
-from miles.ray.rollout.engine_factory import EngineGroup
+from miles.ray.rollout.engines import Engines
 from miles.ray.train.group import TrainGroup
 
 Phase = Literal["rollout", "train", "sync"]
@@ -42,9 +42,7 @@ class TakeTurns:
     graphs. rollout: like the end of sync.
     """
 
-    def __init__(
-        self, trainer: TrainGroup, engines: EngineGroup | None, config: MilesConfig
-    ) -> None:
+    def __init__(self, trainer: TrainGroup, engines: Engines | None, config: MilesConfig) -> None:
         self._trainer = trainer
         self._engines = engines if config.offload.offload_rollout else None
         self._trainer_sleeps = bool(config.offload.offload_train)

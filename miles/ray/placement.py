@@ -65,12 +65,14 @@ class Slot:
 class Placement:
     """The slots of a job, machine by machine, there in the order of the devices."""
 
-    group: PlacementGroup
+    group: PlacementGroup | None
+    """``None`` without slots."""
     slots: tuple[Slot, ...]
     on_gpu: bool
 
     def actor_options(self, slot: int, share: float) -> dict[str, Any]:
         """Ray options of an actor on ``slot`` that takes ``share`` of it."""
+        assert self.group is not None
         resources: dict[str, Any] = {"num_cpus": share * CPU_SHARE_OF_A_SLOT, "num_gpus": 0}
         if self.on_gpu:
             resources = {"num_cpus": share, "num_gpus": share}
@@ -97,7 +99,8 @@ class Placement:
         return "; ".join(f"{address} has {_span(slots)}" for address, slots in machines)
 
     def remove(self) -> None:
-        remove_placement_group(self.group)
+        if self.group is not None:
+            remove_placement_group(self.group)
 
 
 def _span(slots: Sequence[int]) -> str:
@@ -113,6 +116,8 @@ def slot_order(slot: Slot) -> tuple[int, int]:
 async def reserve(layout: Layout, timeout_s: float) -> Placement:
     """Reserve the layout's slots. Raises ``JobError`` that names what is missing in time."""
     on_gpu = device.has_accelerator() or ray.cluster_resources().get("GPU", 0) > 0
+    if layout.num_slots == 0:
+        return Placement(group=None, slots=(), on_gpu=on_gpu)
     bundle = {"GPU": 1.0, "CPU": 1.0} if on_gpu else {"CPU": CPU_SHARE_OF_A_SLOT}
     group = placement_group([bundle] * layout.num_slots, strategy="PACK")
     try:

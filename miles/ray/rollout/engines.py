@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from miles.contracts.engine import EngineError
+from miles.contracts.engine import EngineError, MemoryTag
 from miles.ray.errors import DEATH_NOTICE_S
 from miles.rollout.engine_client import EngineClient
 from miles.rollout.engine_set import EngineAddresses
@@ -41,6 +41,14 @@ class Engines(Protocol):
     async def readmit(self) -> bool:
         """Take back those that serve again. Whether there are any; they have not the trainer's
         weights."""
+        ...
+
+    async def release_memory(self, tags: Collection[MemoryTag]) -> None:
+        """Of every engine that shares a device and holds it; one that has ended holds none."""
+        ...
+
+    async def resume_memory(self, tags: Collection[MemoryTag]) -> None:
+        """Of every engine that has given it up."""
         ...
 
     async def stop(self) -> None: ...
