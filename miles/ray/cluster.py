@@ -57,7 +57,11 @@ def _connect(runtime_env: dict[str, Any]) -> None:
         address = os.environ.get("RAY_ADDRESS")
         if address:
             what = f"joining the Ray cluster of RAY_ADDRESS={address} failed"
-            remedy = "see `ray status` there, or unset RAY_ADDRESS to run on this machine alone"
+            remedy = (
+                "see `ray status` there; one that asks for a token wants RAY_AUTH_MODE=token and "
+                "its RAY_AUTH_TOKEN here too (`ray get-auth-token` there); or unset RAY_ADDRESS to "
+                "run on this machine alone"
+            )
         else:
             what = "Ray did not start on this machine"
             remedy = (

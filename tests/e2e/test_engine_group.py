@@ -1,7 +1,6 @@
 """Engine processes behind their holders, on a real cluster."""
 
 import asyncio
-import sys
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -24,8 +23,8 @@ from miles.rollout.engine_client import EngineClient
 
 def never_ready(config: MilesConfig, part: EnginePart, log_file: Path) -> EngineLaunch:
     """A server that loads for longer than anybody waits."""
-    command = (sys.executable, "-c", "import time; time.sleep(120)")
-    return EngineLaunch(command=command, environment={}, log_file=str(log_file))
+    arguments = ("-c", "import time; time.sleep(120)")
+    return EngineLaunch(arguments=arguments, environment={}, log_file=str(log_file))
 
 
 def one_engine(model: Path | None = None) -> MilesConfig:

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -41,9 +42,10 @@ class EngineHolder:
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="miles-engine-") as folder:
             ready = Path(folder) / "ready.json"
+            owned = ("--ready-file", str(ready), "--parent-pid", str(os.getpid()))
             with self._log_file.open("ab") as log:
                 self._process = subprocess.Popen(
-                    [*launch.command, "--ready-file", str(ready), "--parent-pid", str(os.getpid())],
+                    [sys.executable, *launch.arguments, *owned],
                     env=_environment(launch),
                     stdin=subprocess.DEVNULL,
                     stdout=log,

@@ -1,7 +1,6 @@
 """How the engine servers of a job are started: which kind, where, and the command line of each."""
 
 import ipaddress
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +23,9 @@ logger = logging.get(__name__)
 class EngineLaunch:
     """How to start one server: an engine's, or the router's."""
 
-    command: tuple[str, ...]
-    """Without ``--ready-file`` and ``--parent-pid``, which the holder adds and every server of ours
-    takes."""
+    arguments: tuple[str, ...]
+    """Of the Python that its holder runs in, on whatever machine. Without ``--ready-file`` and
+    ``--parent-pid``, which the holder adds and every server of ours takes."""
     environment: Mapping[str, str]
     log_file: str
     device_ids: tuple[int, ...] = ()
@@ -178,7 +177,7 @@ def _launch(
     device_ids: tuple[int, ...] = (),
 ) -> EngineLaunch:
     return EngineLaunch(
-        command=(sys.executable, "-m", module, *arguments),
+        arguments=("-m", module, *arguments),
         environment={
             "TOKENIZERS_PARALLELISM": "false",
             **device.thread_environment(num_engines(config)),

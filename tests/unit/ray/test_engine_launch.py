@@ -39,8 +39,8 @@ def with_rollout(config: MilesConfig, **rollout: object) -> MilesConfig:
     return replace(config, rollout=replace(config.rollout, **rollout))  # pyright: ignore[reportArgumentType]
 
 
-def options(command: tuple[str, ...]) -> dict[str, str]:
-    return {a: b for a, b in pairwise(command) if a.startswith("--")}
+def options(arguments: tuple[str, ...]) -> dict[str, str]:
+    return {a: b for a, b in pairwise(arguments) if a.startswith("--")}
 
 
 def test_the_default_engine_is_one_that_can_be_started() -> None:
@@ -106,7 +106,7 @@ def test_each_part_of_an_engine_knows_its_rank_its_devices_and_where_the_parts_m
         head=f"{HERE}:4567",
     )
     launch = sglang_launch(config, part, Path("log"))
-    found = options(launch.command)
+    found = options(launch.arguments)
     expected = {
         "--host": THERE,
         "--tp-size": "4",
@@ -122,9 +122,9 @@ def test_an_engine_of_one_machine_meets_nobody(tiny_qwen3: Path) -> None:
     config = with_rollout(MilesConfig(), hf_checkpoint=str(tiny_qwen3))
     part = EnginePart(engine=0, host="127.0.0.1")
     launch = sglang_launch(config, part, Path("log"))
-    assert not {"--nnodes", "--node-rank", "--dist-init-addr"} & set(launch.command)
-    assert options(launch.command)["--host"] == "127.0.0.1"
-    assert options(embedded_launch(config, part, Path("log")).command)["--host"] == "127.0.0.1"
+    assert not {"--nnodes", "--node-rank", "--dist-init-addr"} & set(launch.arguments)
+    assert options(launch.arguments)["--host"] == "127.0.0.1"
+    assert options(embedded_launch(config, part, Path("log")).arguments)["--host"] == "127.0.0.1"
 
 
 def test_a_server_sees_its_devices_through_the_variable_that_its_holder_has(
