@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import Start, completed, metrics_of, wait_until
-from tests.engine_process import EngineProcess, ending, get, launch
+from tests.engine_process import EngineProcess, ending, get, launch, launch_sglang
 
 Runner = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -39,6 +39,25 @@ def test_an_engine_launched_elsewhere_is_trained_and_outlives_the_run(
         assert version(engine.url) == 3
         assert get(engine.url, "/health_generate").status == 200
     assert not (tmp_path / "run/logs").exists()
+
+
+@pytest.mark.sglang
+@pytest.mark.full
+def test_sglang_launched_elsewhere_stands_behind_the_jobs_router(
+    run_train: Runner, base_flags: dict[str, Any], tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    with ending(launch_sglang(tiny_qwen3, tmp_path / "server")) as engine:
+        flags = external({**base_flags, "num-rollout": 2}, engine.url)
+        del flags["deterministic-rollout"]
+        run = tmp_path / "run"
+        result = run_train({**flags, "rollout-engine": "sglang", "run-dir": run}, timeout=280)
+        assert result.returncode == 0, result.stderr
+        rows = metrics_of(run)
+        assert [row["rollout/weight_version"] for row in rows] == [2, 3]
+        assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-5 for row in rows)
+        assert version(engine.url) == 3
+        assert get(engine.url, "/health").status == 200
+        assert [file.name for file in (run / "logs").iterdir()] == ["router.log"]
 
 
 @pytest.mark.full
