@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from miles.config.errors import ConfigError
 from miles.config.root import MilesConfig
+from miles.core import owned
 from miles.utils.arguments import parse_args
 
 
@@ -37,6 +38,7 @@ def run(config: MilesConfig) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    owned.end_with_owner()
     try:
         return run(parse_args(argv))
     except KeyboardInterrupt:

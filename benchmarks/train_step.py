@@ -25,6 +25,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.shapes import SHAPES, Shape, ShapeName, make_model
 from miles.config.root import MilesConfig
 from miles.contracts.types import Group, Prompt, Sample, Status, TrainBatch
 from miles.core import device, distributed
@@ -33,42 +34,9 @@ from miles.utils.arguments import read_config
 from miles.utils.external_utils.command_utils import FlagValue, to_argv
 
 BackendName = Literal["fsdp", "megatron"]
-ShapeName = Literal["tiny", "qwen3-0.6b"]
 RESULT_TIMEOUT_S = 900.0
 H200_BF16_FLOPS = 989e12
 """Dense, per second; NVIDIA's data sheet."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a Qwen3."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-
-    @property
-    def num_parameters(self) -> int:
-        """Matrices, the tied embedding once; norms are too few to count."""
-        heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        layer = self.hidden_size * (heads + 3 * self.intermediate_size)
-        return self.num_layers * layer + self.vocab_size * self.hidden_size
-
-    def flops_per_token(self, sequence_length: int) -> float:
-        """Forward and backward: 6 a parameter, and causal attention, of which half the scores are
-        computed (Chowdhery et al., arXiv:2204.02311, appendix B)."""
-        attention = 6 * sequence_length * self.num_heads * self.head_dim * self.num_layers
-        return 6 * self.num_parameters + attention
-
-
-SHAPES: dict[ShapeName, Shape] = {
-    "tiny": Shape(64, 128, 2, 4, 2, 16, 256),
-    "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, 128, 151_936),
-}
 
 
 @dataclass(frozen=True)
@@ -111,33 +79,6 @@ class Row:
     """Median of a step."""
     peak_bytes: int
     """Of PyTorch's allocator on rank 0."""
-
-
-def make_model(folder: Path, shape: Shape) -> Path:
-    """Write a randomly initialised bf16 model with a tokenizer, unless it is there."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from scripts.made_models import make_tokenizer
-
-    if (folder / "config.json").exists():
-        return folder
-    settings = dict[str, Any](
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        tie_word_embeddings=True,
-        max_position_embeddings=40_960,
-    )
-    with torch.device(device.current_device()):
-        model: Any = Qwen3ForCausalLM(Qwen3Config(**settings))
-    model.to(torch.bfloat16).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def make_config(

@@ -327,13 +327,18 @@ class Job:
 
     @asynccontextmanager
     async def _phase(self, turn: Phase, name: str, label: str) -> AsyncGenerator[None]:
-        """Whose turn it is on the devices, shown and timed as ``perf/<name>``."""
-        start = time.perf_counter()
+        """Whose turn it is on the devices, shown; what is done in it is timed as ``perf/<name>``,
+        and apart from that what changing turns takes."""
         with self.console.phase(label):
             async with self._memory.phase(turn):
+                start = time.perf_counter()
                 yield
-        key = f"perf/{name}"
-        self._metrics[key] = self._metrics.get(key, 0.0) + time.perf_counter() - start
+                self._add(f"perf/{name}", time.perf_counter() - start)
+        for move, seconds in self._memory.take_seconds().items():
+            self._add(f"perf/offload/{move}", seconds)
+
+    def _add(self, key: str, seconds: float) -> None:
+        self._metrics[key] = self._metrics.get(key, 0.0) + seconds
 
     def _report(self, rollout_id: int) -> None:
         metrics, seconds = self._metrics, self._metrics["perf/step_time"]

@@ -43,9 +43,12 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of ``train.py``: our flags in their groups, and ``--config``."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s [--config FILE.yaml] --FLAG VALUE ...",
-        description="Train a language model by reinforcement. Every run needs --hf-checkpoint, "
-        "--prompt-data, --rm-type or --custom-rm-path, --num-rollout, --rollout-batch-size and "
-        "--rollout-max-response-len. docs/configuration.md describes all flags.",
+        description="Train a language model by reinforcement. A run needs --hf-checkpoint, "
+        "--prompt-data, --rm-type (or --custom-rm-path), --num-rollout (or --num-epoch), "
+        "--rollout-batch-size, --rollout-max-response-len, and GPUs for the engines: "
+        "--rollout-num-gpus, or --colocate to share the trainer's. Rewards are compared within the "
+        "responses to one prompt, so most runs also raise --n-samples-per-prompt from 1. "
+        "docs/configuration.md describes all flags.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=100),
     )
@@ -109,11 +112,8 @@ def unknown_flag(foreign: Foreign, others: Iterable[str] = ()) -> Problem:
         return Problem(foreign.name, foreign.value, remedy)
     known = [option for spec in flag_specs(MilesConfig) for option in spec.options]
     where = f" in {foreign.file}" if foreign.file is not None else ""
-    synonym = SYNONYMS.get(foreign.name.replace("_", "-"))
-    if synonym is not None:
-        hint = f"did you mean {synonym}?"
-    else:
-        hint = did_you_mean(foreign.name, list(dict.fromkeys([*known, "--config", *others])))
+    names = list(dict.fromkeys([*known, "--config", *others]))
+    hint = did_you_mean(foreign.name.replace("_", "-"), names, SYNONYMS)
     return Problem(foreign.name, foreign.value, f"unknown flag{where}; {hint or 'see --help'}")
 
 

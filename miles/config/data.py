@@ -62,7 +62,10 @@ class DataConfig:
     n_samples_per_prompt: Annotated[int, Doc("Responses to each prompt.")] = 1
     global_batch_size: Annotated[
         int | None,
-        Doc("Samples of one optimizer step; by default the whole rollout."),
+        Doc(
+            "Samples (not prompts) of one optimizer step; by default the whole rollout. Where it "
+            "does not divide the rollout, the last step has the samples that are left."
+        ),
         Flag(shared=True),
     ] = None
     num_steps_per_rollout: Annotated[

@@ -74,12 +74,12 @@ class FlagSpec:
     @property
     def metavar(self) -> str:
         """The type as help and documentation show it; empty for a switch."""
-        choices = literal_choices(self.annotation)
+        item = get_args(self.annotation)[0] if is_tuple(self.annotation) else self.annotation
+        choices = literal_choices(item)
         if choices:
             return "{" + ",".join(choices) + "}"
-        if is_switch(self.annotation):
+        if is_switch(item):
             return ""
-        item = get_args(self.annotation)[0] if is_tuple(self.annotation) else self.annotation
         base = base_type(item)
         return {str: "TEXT", int: "INT", float: "FLOAT"}.get(base, "JSON")
 
@@ -95,6 +95,8 @@ class FlagSpec:
             return ""
         if isinstance(self.default, bool):
             return "on" if self.default else "off"
+        if isinstance(self.default, tuple):
+            return " ".join(map(str, self.default))
         return json.dumps(self.default) if isinstance(self.default, dict) else str(self.default)
 
 

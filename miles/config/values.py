@@ -4,7 +4,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
@@ -58,10 +58,20 @@ def convert_items(annotation: Any, texts: Sequence[str]) -> Any:
     return next((item for item in items if isinstance(item, Invalid)), tuple(items))
 
 
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """``"did you mean X?"`` with the nearest known words, or an empty string."""
-    close = difflib.get_close_matches(word, known, n=2, cutoff=0.6)
-    return f"did you mean {' or '.join(close)}?" if close else ""
+def did_you_mean(word: str, known: Sequence[str], synonyms: Mapping[str, str] | None = None) -> str:
+    """``"did you mean X?"`` with the nearest known words, or an empty string.
+
+    ``synonyms`` are further spellings -> the known word that each stands for.
+    """
+    synonyms = synonyms or {}
+    if word in synonyms:
+        return f"did you mean {synonyms[word]}?"
+    # A word that is not ours is worth guessing only where little is wrong with it.
+    slips = difflib.get_close_matches(word, synonyms, n=1, cutoff=0.8)
+    close = [synonyms[slip] for slip in slips]
+    close += difflib.get_close_matches(word, known, n=2, cutoff=0.8 if slips else 0.6)
+    nearest = list(dict.fromkeys(close))[:2]
+    return f"did you mean {' or '.join(nearest)}?" if nearest else ""
 
 
 def _choose_from(text: str, choices: Sequence[str]) -> str:

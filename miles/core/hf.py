@@ -18,10 +18,7 @@ def check_directory(path: str) -> None:
     if not folder.is_dir():
         raise CheckpointDirError(f"{path!r} is not a directory; names of a hub are not fetched")
     if not (folder / "config.json").is_file():
-        hint = ""
-        if any(folder.glob("iter_*")) or (folder / ".metadata").exists():
-            hint = "; it looks like a training checkpoint, which --load takes"
-        raise CheckpointDirError(f"{path!r} has no config.json{hint}")
+        raise CheckpointDirError(f"{path!r} has no config.json{_trained(folder)}")
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise CheckpointDirError(f"{path!r} has no weights (*.safetensors)")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
@@ -29,6 +26,33 @@ def check_directory(path: str) -> None:
     _check_model_type(folder)
     _check_tokenizer(folder)
     _check_weights(folder)
+
+
+def _trained(folder: Path) -> str:
+    """What the directory is instead, where a trainer saved it, and how it becomes a model."""
+    for kind, converter, patterns in _TRAINERS:
+        if any(any(folder.glob(pattern)) for pattern in patterns):
+            return (
+                f"; it looks like a training checkpoint ({kind}), which --load takes; "
+                f"{converter} makes a Hugging Face directory of it"
+            )
+    return ""
+
+
+_TRAINERS = (
+    (
+        "torch_dist, the Megatron backend's",
+        "tools/convert_torch_dist_to_hf.py",
+        ("iter_*/*.distcp", "release/*.distcp", "*.distcp"),
+    ),
+    (
+        "the FSDP backend's",
+        "tools/convert_fsdp_to_hf.py",
+        ("iter_*/model/*.distcp", "model/*.distcp"),
+    ),
+    ("of an unknown kind", "a tool of docs/conversion.md", ("iter_*", ".metadata")),
+)
+"""Name, converter and files of each backend's checkpoints: their directory, or one step of it."""
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -107,6 +131,11 @@ def load_config(path: str) -> Any:
     return AutoConfig.from_pretrained(path, trust_remote_code=True)
 
 
+def architecture(config: Any) -> str:
+    """The first architecture of a transformers config; empty when it names none."""
+    return next(iter(config.architectures or ()), "")
+
+
 def text_config(config: Any) -> Any:
     """The text part of a transformers config; the config itself where that is all there is.
 
@@ -144,13 +173,24 @@ def tensor_names(path: str) -> frozenset[str]:
 
 
 def load_tokenizer(path: str, chat_template_path: str | None = None) -> Any:
-    """The tokenizer of a checkpoint directory, with another chat template when given."""
+    """The tokenizer of a checkpoint directory, with another chat template when given.
+
+    Raises ``CheckpointDirError`` for files that make none.
+    """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
+    except Exception as error:  # what the tokenizers library raises is bare Exception
+        raise CheckpointDirError(f"{path!r} has no usable tokenizer: {error}") from error
     if chat_template_path is not None:
-        tokenizer.chat_template = Path(chat_template_path).read_text(encoding="utf-8")
+        tokenizer.chat_template = read_chat_template(chat_template_path)
     return tokenizer
+
+
+def read_chat_template(path: str) -> str:
+    """The text of a template's file. Raises ``OSError`` or ``UnicodeDecodeError``."""
+    return Path(path).read_text(encoding="utf-8")
 
 
 def stated_context_length(path: str) -> int | None:
@@ -167,3 +207,10 @@ def context_length(config: Any) -> int | None:
     text = config.get_text_config()
     length = getattr(text, "max_position_embeddings", None)
     return int(length) if length is not None else None
+
+
+def vocabulary_size(config: Any) -> int | None:
+    """Number of token ids that the model embeds; ``None`` when the config does not say."""
+    text = config.get_text_config()
+    size = getattr(text, "vocab_size", None)
+    return int(size) if size is not None else None

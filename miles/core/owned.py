@@ -1,10 +1,18 @@
-"""A server process that another process owns: it says when it is ready, and ends with its owner."""
+"""A process that another one owns: a server says when it is ready, and all end with the owner."""
 
 import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import msgspec
 import psutil
+
+OWNER = "MILES_OWNER_PID"
+"""Environment variable: the process that this one is to end with."""
+
+WATCH_INTERVAL_S = 0.5
 
 
 def write_ready_file(path: Path, url: str) -> None:
@@ -33,3 +41,19 @@ class Owner:
             return self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
+
+
+def end_with_owner() -> None:
+    """Send SIGTERM to this process once that of ``OWNER`` has ended, if the variable is there.
+
+    Takes it out of the environment: processes started from here have this one as their owner.
+    """
+    pid = os.environ.pop(OWNER, None)
+    if pid is not None:
+        threading.Thread(target=_watch, args=(Owner(int(pid)),), daemon=True).start()
+
+
+def _watch(owner: Owner) -> None:
+    while owner.lives():
+        time.sleep(WATCH_INTERVAL_S)
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -3,6 +3,9 @@
 import os
 from pathlib import Path
 
+KERNEL_FOLDERS = (Path("/proc"), Path("/sys"))
+"""Interfaces of the kernel. root has the permission to write there, and no file can be made."""
+
 
 def reason_against(directory: str) -> str | None:
     """Why no file can be written into ``directory``, which may be missing yet; ``None``: one can.
@@ -14,6 +17,10 @@ def reason_against(directory: str) -> str | None:
         existing = next(place for place in (folder, *folder.parents) if place.exists())
     except OSError as error:
         return f"cannot be reached: {error}"
+    real = existing.resolve()
+    for kernel in KERNEL_FOLDERS:
+        if real.is_relative_to(kernel):
+            return f"lies in {kernel}, which holds no files of users; give a directory on a disk"
     if not existing.is_dir():
         what = "is a file" if existing == folder else f"lies in {existing}, which is a file"
         return f"{what}; give a directory"

@@ -1,12 +1,15 @@
 """Joins the Ray cluster of ``RAY_ADDRESS``, or starts one on this machine for this run."""
 
+import contextlib
 import os
 import signal
 import socket
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
 from miles.core import logging
@@ -51,25 +54,47 @@ def start() -> None:
 
 
 def _connect(runtime_env: dict[str, Any]) -> None:
+    address = os.environ.get("RAY_ADDRESS")
+    before = set(psutil.Process().children(recursive=True))
+    error = _init(runtime_env)
+    if error is None:
+        return
+    if address:
+        raise JobError(
+            f"joining the Ray cluster of RAY_ADDRESS={address} failed ({describe(error)}): see "
+            "`ray status` there; one that asks for a token wants RAY_AUTH_MODE=token and its "
+            "RAY_AUTH_TOKEN here too (`ray get-auth-token` there); or unset RAY_ADDRESS to run on "
+            "this machine alone"
+        ) from error
+    # Ray gives its processes half a minute, which a busy machine may not have the time for.
+    log.warning("Ray did not start on this machine (%s); trying once more", describe(error))
+    ray.shutdown()
+    _end(set(psutil.Process().children(recursive=True)) - before)
+    error = _init(runtime_env)
+    if error is not None:
+        raise JobError(
+            f"Ray did not start on this machine, twice ({describe(error)}): try again when the "
+            "machine is less busy, end what earlier runs left (`ray stop`), or start a cluster "
+            "(`ray start --head`) and set RAY_ADDRESS; Ray's logs are in session_latest/logs of "
+            "/tmp/ray (or RAY_TMPDIR)"
+        ) from error
+
+
+def _end(processes: Collection[psutil.Process]) -> None:
+    """Those of an attempt that failed, which Ray leaves running until the driver ends."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=CONNECT_TIMEOUT_S)
+
+
+def _init(runtime_env: dict[str, Any]) -> Exception | None:
+    """What came in the way; ``None``: nothing."""
     try:
         ray.init(include_dashboard=False, logging_level=logging.ERROR, runtime_env=runtime_env)
     except Exception as error:  # what Ray raises when a node does not start is often bare Exception
-        address = os.environ.get("RAY_ADDRESS")
-        if address:
-            what = f"joining the Ray cluster of RAY_ADDRESS={address} failed"
-            remedy = (
-                "see `ray status` there; one that asks for a token wants RAY_AUTH_MODE=token and "
-                "its RAY_AUTH_TOKEN here too (`ray get-auth-token` there); or unset RAY_ADDRESS to "
-                "run on this machine alone"
-            )
-        else:
-            what = "Ray did not start on this machine"
-            remedy = (
-                "try again when the machine is less busy, end what earlier runs left (`ray stop`), "
-                "or start a cluster (`ray start --head`) and set RAY_ADDRESS; Ray's logs are in "
-                "session_latest/logs of /tmp/ray (or RAY_TMPDIR)"
-            )
-        raise JobError(f"{what} ({describe(error)}): {remedy}") from error
+        return error
+    return None
 
 
 def require_reachable(address: str) -> None:

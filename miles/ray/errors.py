@@ -54,10 +54,10 @@ async def call_all(calls: Mapping[str, Awaitable[Any]], *, during: str) -> list[
         first = next((e for e in map(_error_of, tasks) if e is not None), None)
         if first is None:
             return [task.result() for task in tasks]
-        if not _is_death(first):
+        if not is_death(first):
             await asyncio.wait(tasks, timeout=DEATH_NOTICE_S)
         errors = [e for e in map(_error_of, tasks) if e is not None]
-        raise next(filter(_is_death, errors), first)
+        raise next(filter(is_death, errors), first)
     finally:
         await _cancel(tasks)
 
@@ -81,7 +81,8 @@ def _error_of(task: "asyncio.Future[Any]") -> BaseException | None:
     return task.exception() if task.done() and not task.cancelled() else None
 
 
-def _is_death(error: BaseException) -> bool:
+def is_death(error: BaseException) -> bool:
+    """Whether a ``JobError`` says that an actor's process ended."""
     return isinstance(error.__cause__, RayActorError)
 
 

@@ -16,6 +16,18 @@ from miles.contracts.types import Message
 MARKER = "⟦assistant-turn-{}⟧"
 
 
+_WAYS_TO_FAIL = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""Of a template: those of Jinja, and of the Python in its expressions."""
+
+
 class ChatTemplateError(ValueError):
     """A chat template that is missing, fails on a conversation, or cannot be extended."""
 
@@ -47,7 +59,7 @@ class ChatTemplate:
                 add_generation_prompt=generation_prompt,
                 **self.kwargs,
             )
-        except (TemplateError, TypeError, KeyError) as error:
+        except _WAYS_TO_FAIL as error:
             raise ChatTemplateError(
                 f"the chat template refuses the conversation: {error}"
             ) from error

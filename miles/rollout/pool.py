@@ -62,13 +62,16 @@ class EnginePool:
         timeout_s: float,
         control_timeout_s: float = 60.0,
         patience_s: float = 300.0,
+        vocabulary_size: int | None = None,
     ) -> None:
         """``concurrency`` bounds the requests at one engine, ``timeout_s`` one request,
-        ``patience_s`` how long requests wait while no engine is alive."""
+        ``patience_s`` how long requests wait while no engine is alive; ids from
+        ``vocabulary_size`` on are sent to none."""
         self._concurrency = concurrency
         self._timeout_s = timeout_s
         self._control_timeout_s = control_timeout_s
         self._patience_s = patience_s
+        self._vocabulary_size = vocabulary_size
         self._engines: list[_Engine] = []
         self._router: EngineClient | None = None
         self._retired: set[_Engine] = set()
@@ -142,8 +145,9 @@ class EnginePool:
         """Run a request on some engine; on another one when that engine dies.
 
         Raises ``EngineError`` when an engine refuses it, ``MAX_ATTEMPTS`` engines died under it, or
-        none was alive for ``patience_s``.
+        none was alive for ``patience_s``; and for a token id that the model does not have.
         """
+        self._require_known_ids(request)
         ticket = _Ticket(request)
         self._tickets.add(ticket)
         self._requests += 1
@@ -175,6 +179,17 @@ class EnginePool:
             ticket.aborted = True
         self._wake()
         await asyncio.gather(*(self._abort(e) for e in [*self._engines, *self._retired]))
+
+    def _require_known_ids(self, request: GenerateRequest) -> None:
+        """SGLang does not look at ids, and ends at one that it has no embedding of."""
+        ids, size = request.input_ids, self._vocabulary_size
+        if size is None or not ids or (min(ids) >= 0 and max(ids) < size):
+            return
+        bad = next(i for i in ids if not 0 <= i < size)
+        raise EngineError(
+            f"{bad} is not a token id of the model (0 to {size - 1}), so no engine was asked: the "
+            "tokenizer, or the function that made the prompt, is another model's"
+        )
 
     # Choosing
 

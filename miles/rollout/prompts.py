@@ -12,18 +12,22 @@ from miles.config.errors import ConfigError, Problem
 from miles.config.root import MilesConfig
 from miles.contracts.hooks import DataSource, load_hook
 from miles.contracts.types import Prompt
-from miles.core import logging, plugins
+from miles.core import logging
+from miles.rollout import template_check
 from miles.rollout.chat_template import ChatTemplate
 from miles.rollout.rewards.table import reads_label
 from miles.rollout.row_parser import RowParser
 from miles.rollout.rows import (
+    GYM_KEYS,
     BadRow,
+    Row,
     RowKeys,
     check_spec,
     parse_spec,
     read_rows,
     refuse_bad_rows,
 )
+from miles.rollout.tool_specs import load_tool_specs
 
 log = logging.get(__name__)
 
@@ -31,34 +35,49 @@ log = logging.get(__name__)
 def check(config: MilesConfig) -> list[Problem]:
     """What is wrong with the data flags and with the rows of files."""
     problems = list[Problem]()
+    data_sets = list[tuple[str, str, MilesConfig]]()
     spec = config.data.prompt_data
     if spec is not None:
-        problems += check_data("--prompt-data", spec, config)
+        data_sets.append(("--prompt-data", spec, config))
     elif config.hooks.data_source_path is None and reads_prompts(config):
         problems.append(Problem("--prompt-data", None, "give the prompts (or --data-source-path)"))
     pairs = config.evaluation.eval_prompt_data
     names = pairs[::2]
     if len(pairs) % 2 or len(set(names)) < len(names):
         remedy = "give pairs of a name of its own and its data: name file [name file ...]"
-        return [*problems, Problem("--eval-prompt-data", pairs, remedy)]
-    for eval_spec in pairs[1::2]:
-        problems += check_data("--eval-prompt-data", eval_spec, evaluation_config(config))
-    return problems
+        problems.append(Problem("--eval-prompt-data", pairs, remedy))
+        pairs = ()
+    evaluation = evaluation_config(config)
+    data_sets += [("--eval-prompt-data", eval_spec, evaluation) for eval_spec in pairs[1::2]]
+    template = list[Problem]()
+    for flag, spec, settings in data_sets:
+        try:
+            rows, parser = usable_rows(flag, spec, settings)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        # One template renders them all: what is wrong with it is said of the first.
+        template = template or template_check.check_rows(settings, f"{flag} {spec}", rows, parser)
+    return [*problems, *template]
 
 
-def check_data(flag: str, spec: str, config: MilesConfig) -> list[Problem]:
-    """What is wrong with a data set; of a file every row's keys and types, but not its template."""
+def usable_rows(flag: str, spec: str, config: MilesConfig) -> tuple[list[Row], RowParser]:
+    """The rows of a data set, and what has found nothing wrong with their keys and types.
+
+    Of a family, whose problems take a while to make, one that stands for them. Raises
+    ``ConfigError``.
+    """
     problems = check_spec(flag, spec)
-    if problems or parse_spec(spec).family is not None:
-        return problems
-    try:
-        rows, keys = read_rows(flag, spec, config.data)
-        parser = _row_parser(config, keys)
-        parsed = [parser.parse(row) for row in rows]
-        refuse_bad_rows(flag, spec, [row for row in parsed if isinstance(row, BadRow)])
-    except ConfigError as error:
-        return list(error.problems)
-    return []
+    if problems:
+        raise ConfigError(problems)
+    if parse_spec(spec).family is not None:
+        parser = replace(_row_parser(config, GYM_KEYS), reads_label=lambda metadata: False)
+        return [Row("a problem", {"question": "1 + 1 =", "answer": "2"})], parser
+    rows, keys = read_rows(flag, spec, config.data)
+    parser = _row_parser(config, keys)
+    parsed = [parser.parse(row) for row in rows]
+    refuse_bad_rows(flag, spec, [row for row in parsed if isinstance(row, BadRow)])
+    return [row for row in rows if isinstance(row, Row)], parser
 
 
 def reads_prompts(config: MilesConfig) -> bool:
@@ -192,18 +211,6 @@ def _row_parser(config: MilesConfig, keys: RowKeys) -> RowParser:
         reads_label=partial(reads_label, config=config),
         tools=None,
     )
-
-
-def load_tool_specs(config: MilesConfig) -> tuple[dict[str, Any], ...] | None:
-    """The schemas of ``--generate-tool-specs-path``: the tools of rows that name none."""
-    path = config.hooks.generate_tool_specs_path
-    if path is None:
-        return None
-    specs = plugins.load_attribute(path)
-    if not isinstance(specs, list | tuple) or not all(isinstance(s, dict) for s in specs):
-        remedy = "it must name a list of tool schemas (JSON objects)"
-        raise ConfigError([Problem("--generate-tool-specs-path", path, remedy)])
-    return tuple(specs)
 
 
 def _encode(prompts: Sequence[Prompt], tokenizer: Any) -> list[Prompt]:

@@ -42,6 +42,7 @@ class RowParser:
             return BadRow(row.where, str(error))
 
     def _parse(self, values: Mapping[str, Any]) -> Prompt:
+        self._require_keys(values)
         metadata = _metadata(values.get(self.keys.metadata), self.keys.metadata)
         label = self._label(values, metadata)
         tools = _tools(values.get(self.keys.tools), self.keys.tools) or self.tools
@@ -65,10 +66,17 @@ class RowParser:
             metadata=metadata,
         )
 
+    def _require_keys(self, values: Mapping[str, Any]) -> None:
+        missing = [
+            f"no key {key!r} ({flag})"
+            for key, flag in ((self.keys.input, "--input-key"), (self.keys.label, "--label-key"))
+            if key is not None and key not in values
+        ]
+        if missing:
+            raise _RowError(f"{' and '.join(missing)}; it has {', '.join(sorted(values))}")
+
     def _input(self, values: Mapping[str, Any]) -> tuple[str, tuple[Message, ...] | None]:
         key = self.keys.input
-        if key not in values:
-            raise _RowError(f"no key {key!r} (--input-key); it has {', '.join(sorted(values))}")
         value = values[key]
         if isinstance(value, str):
             if self.apply_chat_template:
@@ -97,8 +105,6 @@ class RowParser:
 
     def _label(self, values: Mapping[str, Any], metadata: Mapping[str, Any]) -> str | None:
         key = self.keys.label
-        if key is not None and key not in values:
-            raise _RowError(f"no key {key!r} (--label-key); it has {', '.join(sorted(values))}")
         value = None if key is None else values[key]
         compared = not self.supervised and self._is_compared(metadata)
         if value is None:

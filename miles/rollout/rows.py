@@ -107,7 +107,7 @@ def check_spec(flag: str, spec: str) -> list[Problem]:
 def read_rows(flag: str, spec: str, data: DataConfig) -> tuple[list[Row | BadRow], RowKeys]:
     """The rows that the slice keeps, and the keys of their values.
 
-    Raises ``ConfigError`` when there is none.
+    Raises ``ConfigError`` when there is none, or none that has the key of the input or label.
     """
     problems = check_spec(flag, spec)
     if problems:
@@ -124,18 +124,46 @@ def read_rows(flag: str, spec: str, data: DataConfig) -> tuple[list[Row | BadRow
         raise ConfigError(
             [Problem(flag, spec, f"no row is left of {len(rows)}; give rows, or another slice")]
         )
+    unknown = _unknown_keys(flag, spec, kept, keys)
+    if unknown:
+        unreadable = [row for row in kept if isinstance(row, BadRow)]
+        raise ConfigError([*unknown, *_bad_rows(flag, spec, unreadable)])
     return kept, keys
 
 
 def refuse_bad_rows(flag: str, spec: str, bad: Sequence[BadRow]) -> None:
     """Raise ``ConfigError`` that lists the rows, if there are any."""
+    problems = _bad_rows(flag, spec, bad)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _unknown_keys(
+    flag: str, spec: str, rows: Sequence[Row | BadRow], keys: RowKeys
+) -> list[Problem]:
+    """A key that no row has is one slip on the command line, not one in each row."""
+    found = [row.values for row in rows if isinstance(row, Row)]
+    if not found:
+        return []
+    named = {"--input-key": keys.input, "--label-key": keys.label}
+    if flag == "--eval-prompt-data":
+        named = {"--eval-input-key": keys.input, "--eval-label-key": keys.label}
+    have = ", ".join(sorted(found[0]))
+    return [
+        Problem(option, key, f"no row of {flag} {spec} has this key; the first has {have}")
+        for option, key in named.items()
+        if key is not None and not any(key in values for values in found)
+    ]
+
+
+def _bad_rows(flag: str, spec: str, bad: Sequence[BadRow]) -> list[Problem]:
     if not bad:
-        return
+        return []
     lines = [f"{row.where}: {row.remedy}" for row in bad[:MAX_LISTED]]
     if len(bad) > MAX_LISTED:
         lines.append(f"and {len(bad) - MAX_LISTED} more")
     head = f"{len(bad)} row{'s' if len(bad) > 1 else ''} cannot be used:"
-    raise ConfigError([Problem(flag, spec, "\n    ".join([head, *lines]))])
+    return [Problem(flag, spec, "\n    ".join([head, *lines]))]
 
 
 def _read_jsonl(path: Path) -> list[Row | BadRow]:

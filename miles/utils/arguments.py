@@ -27,7 +27,7 @@ from miles.config.rules import machines
 from miles.config.rules.problems import problem
 from miles.contracts.hook_check import check_hooks
 from miles.core import hf, logging, places
-from miles.rollout import context, debug_data, multi_turn, prompts
+from miles.rollout import context, debug_data, multi_turn, prompts, template_check
 from miles.rollout.rewards import table as rewards
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -77,7 +77,8 @@ def read_config(argv: Sequence[str]) -> tuple[MilesConfig, list[Message]]:
         sglang_argv=engine.sglang_argv,
         router_argv=engine.router_argv,
     )
-    return config, [*map(warning, [*replaced, *engine.messages]), *more]
+    own = [*map(warning, replaced), *engine.messages, *rules.notes(config)]
+    return config, [*own, *more]
 
 
 def check_all(config: MilesConfig, given: frozenset[str]) -> list[Problem]:
@@ -229,14 +230,6 @@ def check_places(config: MilesConfig) -> list[Problem]:
     return problems
 
 
-def check_chat_template(config: MilesConfig) -> list[Problem]:
-    """The chat template is there."""
-    path = config.data.chat_template_path
-    if path is None or os.path.isfile(path):
-        return []
-    return [problem(config, "chat_template_path", remedy="there is no such file")]
-
-
 HELP_OF_OTHERS: Mapping[str, Callable[[], str]] = {
     "--help-megatron": megatron_arguments.help_text,
     "--help-sglang": sglang_arguments.server_help,
@@ -254,7 +247,7 @@ OUTSIDE_CHECKS: tuple[Callable[[MilesConfig], list[Problem]], ...] = (
     check_recorded_rollouts,
     check_checkpoint,
     check_places,
-    check_chat_template,
+    template_check.check_file,
     check_hooks,
 )
 """Checks that look at files and at user code, and those of the modules that they serve."""

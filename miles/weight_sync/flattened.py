@@ -113,7 +113,9 @@ def flatten(bucket: WeightBucket, memory: Tensor) -> dict[str, Any]:
 def serialize(payload: dict[str, Any]) -> str:
     from sglang.srt.utils import MultiprocessingSerializer
 
-    return MultiprocessingSerializer.serialize(payload, output_str=True)
+    text = MultiprocessingSerializer.serialize(payload, output_str=True)
+    assert isinstance(text, str)
+    return text
 
 
 @contextmanager

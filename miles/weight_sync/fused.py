@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles.core import device
+from miles.core import device, hf
 from miles.weight_sync.checksums import feed
 
 VOCABULARY_MULTIPLE = 64
@@ -77,14 +77,9 @@ TABLES: Mapping[str, Callable[[Any], Table]] = {
 """By the architecture in ``config.json``, which is how SGLang picks its model."""
 
 
-def architecture(config: Any) -> str:
-    """The first architecture of a transformers config; empty when it names none."""
-    return next(iter(config.architectures or ()), "")
-
-
 def fuse_table(config: Any) -> Table | None:
     """The table of a model by its transformers config; ``None`` for a family that has none."""
-    make = TABLES.get(architecture(config))
+    make = TABLES.get(hf.architecture(config))
     return None if make is None else make(config)
 
 

@@ -11,7 +11,10 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
 
-class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
+# SGLang's two bases differ in ``get_device``; platforms of its own join them like this.
+class TorchCpuPlatform(  # pyright: ignore[reportIncompatibleMethodOverride]
+    CpuDeviceMixin, SRTPlatform
+):
     """Out of tree, so that SGLang asks it for every class that depends on the device."""
 
     _enum = PlatformEnum.OOT

@@ -238,6 +238,13 @@ def test_pausing_by_abort_ends_requests_and_holds_new_ones(
     assert len(queued.result()) == 3
 
 
+@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
+def test_a_paused_engine_says_what_it_is(url: str, engine_model: Path, mode: str) -> None:
+    """By which one that hangs is told from one that a failed weight update has left paused."""
+    post(url, "/pause_generation", {"mode": mode})
+    assert get(url, "/server_info").json["model_path"] == str(engine_model)
+
+
 # Weights
 
 

@@ -244,6 +244,7 @@ def test_two_routers_on_one_host_have_addresses_of_their_own(
         assert router.process.poll() is None
 
 
+@pytest.mark.full
 def test_nothing_of_a_router_that_is_killed_stays(tmp_path: Path) -> None:
     router = launch_router(tmp_path).wait_ready()
     children = psutil.Process(router.process.pid).children()
@@ -254,6 +255,7 @@ def test_nothing_of_a_router_that_is_killed_stays(tmp_path: Path) -> None:
         child.wait(20)
 
 
+@pytest.mark.full
 def test_a_router_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     owner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     router = launch_router(tmp_path, parent=owner.pid).wait_ready()

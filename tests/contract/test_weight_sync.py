@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from miles.contracts.engine import Completion, EngineError, GenerateRequest, SamplingParams
@@ -75,8 +78,11 @@ def generate(url: str, timeout_s: float = 60.0) -> Completion:
 
 def log_probs_by_transformers(model: Path, seed: int, tokens: tuple[int, ...]) -> torch.Tensor:
     """Of each token after ``PROMPT``, by a fresh model that holds the weights of ``seed``."""
-    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
-    reference.load_state_dict(new_weights(model, seed), strict=False)
+    # Loaded as a checkpoint: a model that is there holds the experts of a layer in one parameter.
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(model, folder, dirs_exist_ok=True)
+        save_file(new_weights(model, seed), Path(folder) / "model.safetensors", {"format": "pt"})
+        reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     with torch.no_grad():
         logits = reference(torch.tensor([[*PROMPT, *tokens]])).logits[0].float()
     scores = torch.log_softmax(logits[len(PROMPT) - 1 : -1], dim=-1)

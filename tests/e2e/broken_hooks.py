@@ -1,5 +1,6 @@
 """User code that fails or does harm, for tests."""
 
+import os
 import resource
 import time
 from pathlib import Path
@@ -20,6 +21,10 @@ async def fail_in_the_second_rollout(prompt: Prompt, context: GenerateContext) -
     if not context.evaluation and prompt.group_id >= 4:
         raise RuntimeError("the tool server is gone")
     return await generate(prompt, context)
+
+
+def end_the_process(sample: Sample, config: MilesConfig) -> float:
+    os._exit(3)
 
 
 async def fail_to_evaluate(rollout_id: int, context: RolloutContext) -> dict[str, float]:

@@ -63,7 +63,8 @@ def test_ray_that_does_not_start_is_told_with_the_remedy(
         check=False,
     )
     assert result.returncode == 1, result.stdout + result.stderr
-    assert "error: Ray did not start on this machine" in result.stderr
+    assert "trying once more" in result.stderr
+    assert "error: Ray did not start on this machine, twice" in result.stderr
     assert "RAY_TMPDIR" in result.stderr
     assert "Traceback" not in result.stderr
 
@@ -103,6 +104,20 @@ def test_a_failure_in_user_code_names_actor_rollout_and_cause(
     assert "rollout manager" in line
     assert "rollout 1" in line
     assert "the tool server is gone" in line
+
+
+def test_a_reward_that_ends_the_process_is_named_as_the_likely_cause(
+    run_train: Runner, base_flags: dict[str, Any], tmp_path: Path
+) -> None:
+    reward = "tests.e2e.broken_hooks.end_the_process"
+    result = run_train(
+        {**base_flags, "rm-type": None, "custom-rm-path": reward, "run-dir": tmp_path}
+    )
+    assert result.returncode == 1
+    (line,) = [x for x in result.stderr.splitlines() if x.startswith("error:")]
+    assert "rollout manager failed during rollout 0: the process died" in line
+    assert f"Its process runs your --custom-rm-path {reward}" in line
+    assert "os._exit" in line
 
 
 @pytest.mark.full

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from miles.rollout.debug_data import load_groups
 from tests.e2e.conftest import metrics_of
+from tests.e2e.engine_faults import servers_of
 
 pytestmark = pytest.mark.sglang
 
@@ -38,3 +40,45 @@ def test_sglang_generates_what_is_trained_and_holds_the_trained_weights(
     assert [row["rollout/weight_version"] for row in rows] == [2, 3, 4]
     assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-5 for row in rows)
     assert all(row["train/grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_engines_that_fail_while_they_generate_cost_no_sample(
+    run_train: Runner, base_flags: dict[str, Any], own_model: Path, tmp_path: Path
+) -> None:
+    """In the second rollout one of two is killed, in the third one hangs, in the fourth both end
+    (``engine_faults``)."""
+    num_rollout, num_tokens = 5, 400
+    record = str(tmp_path / "rollout_{rollout_id}")
+    flags = {k: v for k, v in base_flags.items() if k != "deterministic-rollout"}
+    result = run_train(
+        {
+            **flags,
+            "rollout-engine": "sglang",
+            "rollout-num-gpus": 2,
+            "router-policy": "round_robin",
+            "rollout-health-check-interval": 2,
+            "rollout-health-check-timeout": 10,
+            "hf-checkpoint": own_model,
+            "custom-generate-function-path": "tests.e2e.engine_faults.generate_under_faults",
+            "rollout-max-response-len": num_tokens,
+            "num-rollout": num_rollout,
+            "save-debug-rollout-data": record,
+            "run-dir": tmp_path,
+        },
+        timeout=560,
+    )
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output
+    assert output.count("restarting it") == 4, output
+    samples = [s for i in range(num_rollout) for g in load_groups(record, i) for s in g]
+    assert sorted(s.index for s in samples) == list(range(16 * num_rollout))
+    assert {len(s.rollout_log_probs) for s in samples} == {num_tokens}
+    rows = [row for row in metrics_of(tmp_path) if row["step"] > 0]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    # Whoever was restarted has the trained weights: every update was compared besides.
+    assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-5 for row in rows)
+    # One update at the start, after each rollout, and for each of three restarts.
+    assert rows[-1]["rollout/weight_version"] == 1 + num_rollout + 3
+    assert servers_of(str(own_model)) == []

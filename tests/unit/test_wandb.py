@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +12,11 @@ from miles.config.checkpoint import CheckpointConfig
 from miles.config.observability import ObservabilityConfig
 from miles.config.root import MilesConfig
 from miles.rundir import make_run_dir, make_tracker, with_wandb_run
+from tests.wandb_files import history, only, records
 
 wandb = pytest.importorskip("wandb")
 
 Runs = tuple[str, list[Any], list[Any]]
-
-
-def records(file: Path) -> Iterator[Any]:
-    """The records of an offline run: after seven bytes of header, LevelDB's log format. A chunk
-    has a checksum (4 bytes), its length (2), its kind (1: whole, 4: last part) and the content."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    content, position, parts = file.read_bytes(), 7, b""
-    while position < len(content):
-        length = int.from_bytes(content[position + 4 : position + 6], "little")
-        parts += content[position + 7 : position + 7 + length]
-        if content[position + 6] in (1, 4):
-            record: Any = Record()
-            record.ParseFromString(parts)
-            yield record
-            parts = b""
-        position += 7 + length
 
 
 def track(config: MilesConfig, run_dir: Path, *rows: tuple[int, dict[str, float]]) -> str | None:
@@ -84,19 +67,6 @@ def track_two_runs(folder: Path) -> str:
     assert run_id is not None
     assert track(loading, folder / "b", (3, {"train/loss": 0.3})) == run_id
     return run_id
-
-
-def only(kind: str, found: list[Any]) -> list[Any]:
-    return [getattr(r, kind) for r in found if r.WhichOneof("record_type") == kind]
-
-
-def history(found: list[Any]) -> list[dict[str, Any]]:
-    """Metrics line by line, without W&B's own."""
-    rows = [
-        {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in row.item}
-        for row in only("history", found)
-    ]
-    return [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows]
 
 
 def test_a_resumed_run_goes_on_in_the_run_whose_id_its_checkpoint_holds(runs: Runs) -> None:

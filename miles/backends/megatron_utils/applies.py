@@ -161,6 +161,11 @@ APPLIES: tuple[Applies, ...] = (
     ),
     # Ranks.
     Applies(
+        "sequence-parallel",
+        lambda args, config: args.tensor_model_parallel_size > 1,
+        "with a --tensor-model-parallel-size above 1",
+    ),
+    Applies(
         """pipeline-model-parallel-comm-backend pipeline-model-parallel-layout
         decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers
         account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split

@@ -4,7 +4,8 @@ One function a family; a new family is one more entry of ``FAMILIES``.
 """
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
 from typing import Any
 
 from miles.config.errors import Problem
@@ -104,26 +105,49 @@ def to_argv(flags: Mapping[str, str | bool]) -> list[str]:
     return argv
 
 
-def compare(args: argparse.Namespace, expected: argparse.Namespace) -> list[Problem]:
-    """One problem with every difference between the flags given and those of the checkpoint.
+@dataclass(frozen=True, kw_only=True)
+class Namespaces:
+    """What Megatron's parser makes of the architecture."""
 
-    Both are namespaces of Megatron's parser; ``expected`` comes from ``flags_of``.
+    own: argparse.Namespace
+    """Of the user's command line alone."""
+    filled: argparse.Namespace
+    """Of the checkpoint's flags, overruled by the user's."""
+    checkpoint: argparse.Namespace
+    """Of ``flags_of`` alone."""
+
+
+def compare(args: Namespaces, given: Set[str]) -> list[Problem]:
+    """One problem with what the flags ``given`` (names without dashes) say otherwise than the
+    checkpoint.
+
+    What they leave out counts where any of them fits the model: there a description of it has
+    gaps, elsewhere they are strays.
     """
-    given, wanted = _effective(args), _effective(expected)
-    names = [name for name in given if given[name] != wanted[name]]
-    if not names:
+    own, filled, wanted = map(_effective, (args.own, args.filled, args.checkpoint))
+    said = {_FOLDED.get(name, name) for name in given & ARCHITECTURE_FLAGS}
+    wrong = {name: filled[name] for name in filled if name in said and filled[name] != wanted[name]}
+    missing = {
+        name: own[name]
+        for name in own.keys() - said
+        if own[name] != wanted[name] and wanted[name] not in (None, False)
+    }
+    fits = any(filled[name] == wanted[name] and wanted[name] is not None for name in said)
+    found = wrong if wrong and not fits else {**wrong, **missing}
+    if not said or not found:
         return []
+    names = sorted(found)
     differences = "; ".join(
-        f"--{name}: {_text(given[name])}, must be {_text(wanted[name])}" for name in names
+        f"--{name}: {_text(found[name])}, must be {_text(wanted[name])}" for name in names
     )
     remedy = (
         "the architecture flags are not those of --hf-checkpoint (a flag that is not given has "
-        f"Megatron's default): {differences}. Leave all of them out to have them read from its "
-        "config.json, or give the right ones (miles/utils/external_utils/model_args_utils.py "
-        "prints them)"
+        f"Megatron's default): {differences}. Leave out every flag of the architecture to have "
+        "them read from its config.json, or give the right ones "
+        "(miles/utils/external_utils/model_args_utils.py prints them)"
     )
     flags = ", ".join(f"--{name}" for name in names)
-    return [Problem(flags, tuple(given[name] for name in names), remedy)]
+    return [Problem(flags, tuple(found[name] for name in names), remedy)]
 
 
 def _effective(args: argparse.Namespace) -> dict[str, Any]:
@@ -154,11 +178,14 @@ _SPELLED_OTHERWISE = {
     "apply-layernorm-1p": "layernorm_zero_centered_gamma",
     "norm-epsilon": "layernorm_epsilon",
 }
-_FOLDED = frozenset(("use-rotary-position-embeddings", "group-query-attention"))
+_FOLDED = {
+    "use-rotary-position-embeddings": "position-embedding-type",
+    "group-query-attention": "num-query-groups",
+}
 """Part of another flag's meaning."""
 _DESTS = {
     name: _SPELLED_OTHERWISE.get(name, name.replace("-", "_"))
-    for name in sorted(ARCHITECTURE_FLAGS - _FOLDED)
+    for name in sorted(ARCHITECTURE_FLAGS - _FOLDED.keys())
 }
 
 

@@ -23,6 +23,7 @@ from miles.backends.megatron_utils import (
 )
 from miles.config.command_line import Foreign, unknown_flag
 from miles.config.errors import ConfigError, Problem
+from miles.config.foreign_parser import ArgumentError, fault_of, words_of
 from miles.config.lora_flags import is_lora_flag
 from miles.config.megatron_flags import MEGATRON_FLAGS
 from miles.config.messages import Message, note
@@ -80,7 +81,7 @@ def parse(config: MilesConfig) -> argparse.Namespace:
     try:
         args = namespace.parse_args([*flags, *config.megatron_argv])
         namespace.validate(args, config, in_trainer=True)
-    except namespace.MegatronArgumentError as error:
+    except ArgumentError as error:
         raise ConfigError([_refused_by_megatron(error)]) from error
     return args
 
@@ -119,18 +120,26 @@ def _check_values(
         return (), problems, []
     in_part = any(option.removeprefix("--") in architecture.ARCHITECTURE_FLAGS for option in broken)
     derived, notes = _architecture(config, model, given, in_part=in_part)
-    argv = [
+    known = [
         *derive.defaults(config),
         *derive.from_model(config, model.hf_config, model.flags, given),
-        *derived,
-        *(word for flag in own for word in _words(flag)),
     ]
-    args = parser.parse_args([*machine.flags(), *argv])
-    expected = parser.parse_args(architecture.to_argv(model.flags))
+    typed = [word for flag in own for word in words_of(flag, flag.name)]
+    argv = [*known, *derived, *typed]
+    of_the_model = architecture.to_argv(model.flags)
+    # Rules are about the model, not about the defaults of flags that a description of it lacks.
+    args = parser.parse_args([*machine.flags(), *known, *of_the_model, *typed])
+    namespaces = architecture.Namespaces(
+        own=parser.parse_args([*machine.flags(), *argv]),
+        filled=args,
+        checkpoint=parser.parse_args(of_the_model),
+    )
+    without_effect = applies.check(args, config, own)
+    described = given - {problem.flag.removeprefix("--") for problem in without_effect}
     problems = [
-        *architecture.compare(args, expected),
+        *architecture.compare(namespaces, described),
         *rules.check(args, config),
-        *applies.check(args, config, own),
+        *without_effect,
         *_unusable_spec(args.spec),
     ]
     problems = [p for p in problems if broken.isdisjoint(p.flag.split(", "))]
@@ -176,7 +185,7 @@ def _validated(config: MilesConfig, argv: Sequence[str]) -> list[Problem]:
         args = namespace.parse_args([*machine.flags(), *argv])
         args.rank, args.world_size = 0, config.cluster.num_train_ranks
         namespace.validate(args, config, in_trainer=False)
-    except namespace.MegatronArgumentError as error:
+    except ArgumentError as error:
         return [_refused_by_megatron(error)]
     return []
 
@@ -220,17 +229,11 @@ def _misplaced(foreign: Sequence[Foreign], known: Mapping[str, str | None]) -> l
 def _unreadable(parser: argparse.ArgumentParser, own: Sequence[Foreign]) -> list[Problem]:
     problems: list[Problem] = []
     for flag in own:
-        fault = namespace.fault_of(parser, _words(flag))
+        fault = fault_of(parser, words_of(flag, flag.name))
         if fault is not None:
             problems.append(Problem(flag.name, flag.value, fault))
     return problems
 
 
-def _words(flag: Foreign) -> list[str]:
-    if len(flag.words) == 1 and flag.words[0].startswith("-"):
-        return [f"{flag.name}={flag.words[0]}"]
-    return [flag.name, *flag.words]
-
-
-def _refused_by_megatron(error: namespace.MegatronArgumentError) -> Problem:
+def _refused_by_megatron(error: ArgumentError) -> Problem:
     return Problem("--train-backend", "megatron", f"Megatron refuses its arguments: {error}")

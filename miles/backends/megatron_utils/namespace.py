@@ -7,8 +7,6 @@ process at the first thing it does not like; here none of this reaches the calle
 import argparse
 import contextlib
 import dataclasses
-import io
-import re
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
@@ -16,19 +14,16 @@ from typing import Any
 from miles.backends.megatron_utils import package, refusals
 from miles.config.derived import total_optimizer_steps
 from miles.config.flags import add_arguments, flag_specs
+from miles.config.foreign_parser import HelpFormatter, Parser, asking
 from miles.config.root import MilesConfig
 from miles.config.rules.problems import values_of
 
 
-class MegatronArgumentError(ValueError):
-    """Megatron's parser or its validation refused the arguments; the message is Megatron's."""
-
-
 def make_parser() -> argparse.ArgumentParser:
-    """Megatron's options and ours; errors raise ``MegatronArgumentError``."""
+    """Megatron's options and ours; errors raise ``ArgumentError``."""
     from megatron.training.arguments import add_megatron_arguments
 
-    parser = _Parser(allow_abbrev=False, add_help=False)
+    parser = Parser(allow_abbrev=False, add_help=False)
     return add_miles_arguments(add_megatron_arguments(parser))
 
 
@@ -40,23 +35,11 @@ def add_miles_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """``megatron.training.arguments.parse_args`` of ``argv``; rank and world size from the
-    environment. Raises ``MegatronArgumentError``."""
+    environment. Raises ``ArgumentError``."""
     from megatron.training.arguments import parse_args as megatron_parse_args
 
-    with _own_argv(argv), _refusals():
+    with _own_argv(argv), asking():
         return megatron_parse_args(extra_args_provider=add_miles_arguments)
-
-
-def fault_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> str | None:
-    """What is wrong with one option and its values; ``None``: nothing."""
-    try:
-        with _refusals():
-            _, extras = parser.parse_known_args(list(words))
-    except MegatronArgumentError as error:
-        return re.sub(r"^argument [^:]*: ", "", str(error))
-    if not extras:
-        return None
-    return f"takes no further value: {' '.join(extras)}"
 
 
 def help_text() -> str:
@@ -70,7 +53,7 @@ def help_text() -> str:
             "that of --hf-checkpoint.",
             allow_abbrev=False,
             add_help=False,
-            formatter_class=_HelpFormatter,
+            formatter_class=HelpFormatter,
         )
     )
     shared = {option for spec in flag_specs(MilesConfig) for option in spec.options}
@@ -86,7 +69,7 @@ def help_text() -> str:
 
 def validate(args: argparse.Namespace, config: MilesConfig, *, in_trainer: bool) -> None:
     """Give our options their values in ``config`` and let Megatron check and complete
-    ``args``. Outside a trainer it asks no device. Raises ``MegatronArgumentError``."""
+    ``args``. Outside a trainer it asks no device. Raises ``ArgumentError``."""
     import torch
     from megatron.training.arguments import (
         core_transformer_config_from_args,
@@ -95,12 +78,12 @@ def validate(args: argparse.Namespace, config: MilesConfig, *, in_trainer: bool)
 
     vars(args).update(_values(args, config))
     asks = in_trainer and torch.cuda.is_available()
-    with _refusals(), contextlib.nullcontext() if asks else _no_questions_to_the_gpu():
+    with asking(), contextlib.nullcontext() if asks else _no_questions_to_the_gpu():
         validate_args(args)
     # What validate_args leaves to the tokenizer that we do not build.
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
-    with _refusals():
+    with asking():
         core_transformer_config_from_args(args)
         _check_optimizer(args)
 
@@ -151,33 +134,6 @@ def _values(args: argparse.Namespace, config: MilesConfig) -> Mapping[str, Any]:
     }
 
 
-_WAYS_TO_REFUSE = (
-    AssertionError,
-    ArithmeticError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What Megatron raises for values that it cannot work with."""
-
-
-class _HelpFormatter(argparse.HelpFormatter):
-    def _expand_help(self, action: argparse.Action) -> str:
-        try:
-            return super()._expand_help(action)
-        except (ValueError, TypeError):
-            # A per cent sign in one of Megatron's texts that means itself.
-            return action.help or ""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise MegatronArgumentError(message)
-
-
 @contextlib.contextmanager
 def _own_argv(argv: Sequence[str]) -> Generator[None]:
     before, sys.argv = sys.argv, [sys.argv[0], *argv]
@@ -185,27 +141,6 @@ def _own_argv(argv: Sequence[str]) -> Generator[None]:
         yield
     finally:
         sys.argv = before
-
-
-@contextlib.contextmanager
-def _refusals() -> Generator[None]:
-    """Megatron's ways to refuse as one error; what it prints is that error's text or lost."""
-    printed, complaints = io.StringIO(), io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
-            yield
-    except SystemExit as stop:
-        text = (complaints.getvalue() or printed.getvalue()).strip()
-        raise MegatronArgumentError(text.rpartition("error: ")[2] or str(stop)) from stop
-    except _WAYS_TO_REFUSE as error:
-        raise MegatronArgumentError(str(error) or _source_line(error)) from error
-
-
-def _source_line(error: BaseException) -> str:
-    """An assertion without a message is its own best description."""
-    import traceback
-
-    return traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from miles.config.command_line import Foreign, unknown_flag
 from miles.config.derived import needs_engines
 from miles.config.errors import ConfigError, Problem
 from miles.config.flags import flag_specs
+from miles.config.messages import Message, note, warning
 from miles.config.root import MilesConfig
 from miles.config.rules.problems import Given
 from miles.core import hf
@@ -42,7 +43,7 @@ class Checked:
     router_argv: tuple[str, ...] = ()
     """Under the names of ``sglang_router.launch_router``."""
     problems: Sequence[Problem] = ()
-    messages: Sequence[str] = ()
+    messages: Sequence[Message] = ()
 
 
 def is_ours(flag: Foreign) -> bool:
@@ -201,7 +202,7 @@ def router_arguments(config: MilesConfig) -> list[str]:
 class _Argv:
     argv: tuple[str, ...] = ()
     problems: Sequence[Problem] = ()
-    messages: Sequence[str] = ()
+    messages: Sequence[Message] = ()
 
 
 def _with_prefix(foreign: Sequence[Foreign], prefix: str) -> list[Foreign]:
@@ -217,7 +218,7 @@ def _read(config: MilesConfig, flags: Sequence[Foreign], load: Loader) -> _Argv:
     refused = refusals.SERVER if owner.prefix == SERVER_PREFIX else refusals.ROUTER
     argv: list[str] = []
     problems: list[Problem] = []
-    messages: list[str] = []
+    messages: list[Message] = []
     for flag in flags:
         reason = refused.get(known.get(flag.name, ""))
         rename = _rename(flag, known)
@@ -226,10 +227,8 @@ def _read(config: MilesConfig, flags: Sequence[Foreign], load: Loader) -> _Argv:
         elif rename is not None:
             words = [f"--{rename.option}", rename.value(config)]
             argv += words
-            messages.append(
-                f"{flag.name}: SGLang {package.version()} has no such flag; passed on as "
-                f"{' '.join(words)}"
-            )
+            text = f"{flag.name}: SGLang {package.version()} has no such flag; passed on as "
+            messages.append(note(text + " ".join(words)))
         elif flag.name not in known:
             hints = [name for name, first in known.items() if first not in refused]
             problems.append(unknown_flag(flag, hints))
@@ -265,14 +264,15 @@ def _parallel_sizes(config: MilesConfig, args: argparse.Namespace) -> list[Probl
     return problems
 
 
-def _warnings(config: MilesConfig) -> list[str]:
+def _warnings(config: MilesConfig) -> list[Message]:
     share = config.rollout.sglang_mem_fraction_static
     if share is None or share <= MAX_COLOCATED_MEMORY or not config.cluster.colocate:
         return []
-    return [
+    text = (
         f"--sglang-mem-fraction-static {share:g}: with --colocate the trainer keeps memory of the "
         f"same device, so the engine may not fit; {MAX_COLOCATED_MEMORY:g} or less is usual"
-    ]
+    )
+    return [warning(text)]
 
 
 def _help(load: Loader, *, usage: str, description: str, refused: Mapping[str, str]) -> str:

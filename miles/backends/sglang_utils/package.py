@@ -5,6 +5,7 @@ import importlib.util
 
 from miles.config.errors import Problem
 from miles.config.root import MilesConfig
+from miles.core.device_files import may_have_accelerator
 
 TESTED_VERSIONS = "sglang==0.5.16, sglang-router==0.3.2"
 """Those of the extra ``sglang``."""
@@ -43,7 +44,9 @@ def choose_engine(config: MilesConfig) -> tuple[str, str]:
 
 
 def has_accelerator() -> bool:
-    """Imports torch, which ``--help`` and most command lines can do without."""
+    """Imports torch only where there may be one: most command lines are checked without."""
+    if not may_have_accelerator():
+        return False
     from miles.core import device
 
     return device.has_accelerator()

@@ -14,6 +14,7 @@ import ctypes
 import os
 import signal
 from collections.abc import Sequence
+from typing import Any, cast
 
 from miles.backends.sglang_utils.server import follow_owner, parse_args, run
 from miles.core.ports import hold_port, host_and_port
@@ -50,7 +51,8 @@ def serve(router_argv: Sequence[str]) -> None:
     """What ``python -m sglang_router.launch_router`` does."""
     from sglang_router.launch_router import launch_router, parse_router_args
 
-    launch_router(parse_router_args(list(router_argv)))
+    # It takes what its own parser returns, too; the annotation leaves that out.
+    launch_router(cast("Any", parse_router_args(list(router_argv))))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from miles.config.root import MilesConfig
 from miles.config.rules.problems import problem
 from miles.core import hf
 
+ALL_SPARSE = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+"""Architectures of which SGLang makes every layer one of experts, whatever their config says."""
 PADDED_SIZES = ("intermediate_size", "moe_intermediate_size")
 CPU_MULTIPLE = 32
 
@@ -23,6 +25,7 @@ def check(config: MilesConfig) -> list[Problem]:
     return [
         *_router_is_there(config),
         *_ranks_have_devices(config),
+        *_layers_are_served(config, model),
         *_sizes_are_served(config, model),
         *_weights_can_be_checked(config, model),
     ]
@@ -58,6 +61,24 @@ def _ranks_have_devices(config: MilesConfig) -> list[Problem]:
     return [problem(config, "rollout_num_gpus_per_engine", remedy=remedy)]
 
 
+def _layers_are_served(config: MilesConfig, model: Any) -> list[Problem]:
+    """What SGLang makes of dense layers among those of experts is not the checkpoint."""
+    if model is None or hf.architecture(model) not in ALL_SPARSE:
+        return []
+    dense: list[str] = []
+    if model.mlp_only_layers:
+        dense.append(f"mlp_only_layers {model.mlp_only_layers}")
+    if model.decoder_sparse_step != 1:
+        dense.append(f"decoder_sparse_step {model.decoder_sparse_step}")
+    if not dense:
+        return []
+    remedy = (
+        f"gives every layer of a {hf.architecture(model)} experts, and the model has dense ones "
+        f"({', '.join(dense)}); use --rollout-engine embedded"
+    )
+    return [problem(config, "rollout_engine", remedy=remedy)]
+
+
 def _sizes_are_served(config: MilesConfig, model: Any) -> list[Problem]:
     """Without an accelerator SGLang pads these sizes, and then cannot load experts; what it loads
     of other layers is not the checkpoint's any more."""
@@ -81,9 +102,9 @@ def _weights_can_be_checked(config: MilesConfig, model: Any) -> list[Problem]:
         remedy = "SGLang's checksums of a divided model are not compared; leave the first out"
         dests = ("check_weight_update_equal", "rollout_num_gpus_per_engine")
         return [problem(config, *dests, remedy=remedy)]
-    from miles.weight_sync.fused import TABLES, architecture
+    from miles.weight_sync.fused import TABLES
 
-    name = architecture(model)
+    name = hf.architecture(model)
     if name in TABLES:
         return []
     remedy = (

@@ -9,15 +9,20 @@ Each parser is a scratch one: it reads one option at a time and is asked what it
 import argparse
 import contextlib
 import functools
-import io
 import os
-import re
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from miles.config.command_line import Foreign
+from miles.config.foreign_parser import (
+    WAYS_TO_FAIL,
+    HelpFormatter,
+    Parser,
+    fault_of,
+    silence,
+    words_of,
+)
 
 SERVER_PREFIX = "--sglang-"
 ROUTER_PREFIX = "--router-"
@@ -25,15 +30,6 @@ ROUTER_PREFIX = "--router-"
 
 class SurfaceError(RuntimeError):
     """The installed package cannot be imported here; the message is Python's."""
-
-
-class _ArgumentError(ValueError):
-    """What a parser says against its arguments."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise _ArgumentError(message)
 
 
 @dataclass(frozen=True)
@@ -58,22 +54,15 @@ class Surface:
     def words(self, flag: Foreign) -> list[str]:
         """A flag of a user as its owner's parser reads it."""
         option = "--" + flag.name.removeprefix(self.prefix)
-        if len(flag.words) == 1 and flag.words[0].startswith("-"):
-            return [f"{option}={flag.words[0]}"]
-        return [option, *flag.words]
+        return words_of(flag, option)
 
     def fault(self, words: Sequence[str]) -> str | None:
         """What is wrong with one option and its values; ``None``: nothing."""
-        try:
-            with _silence():
-                _, extras = self.parser.parse_known_args(list(words))
-        except _ArgumentError as error:
-            return re.sub(r"^argument [^:]*: ", "", str(error))
-        return f"takes no further value: {' '.join(extras)}" if extras else None
+        return fault_of(self.parser, words)
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Arguments of which none has a fault."""
-        with _silence():
+        with silence():
             return self.parser.parse_args(list(argv))
 
     def help_text(self, usage: str, description: str, hidden: Set[str]) -> str:
@@ -111,7 +100,7 @@ def server() -> Surface:
     with _importing():
         from sglang.srt.server_args import ServerArgs
 
-        parser = _Parser(allow_abbrev=False)
+        parser = Parser(allow_abbrev=False)
         ServerArgs.add_cli_args(parser)
     for action in parser._actions:  # pyright: ignore[reportPrivateUsage]
         # It reads one option at a time, which --model-path is not among.
@@ -125,7 +114,7 @@ def router() -> Surface:
     with _importing():
         from sglang_router.router_args import RouterArgs
 
-        parser = _Parser(allow_abbrev=False)
+        parser = Parser(allow_abbrev=False)
         RouterArgs.add_cli_args(parser)
     return Surface(ROUTER_PREFIX, parser)
 
@@ -146,32 +135,15 @@ class _Shown(argparse.Action):
         )
 
 
-class _HelpFormatter(argparse.HelpFormatter):
+class _HelpFormatter(HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36, width=100)
 
     def _expand_help(self, action: argparse.Action) -> str:
-        try:
-            text = super()._expand_help(action)
-        except (ValueError, TypeError):
-            # A per cent sign in somebody else's text that means itself.
-            text = action.help or ""
+        text = super()._expand_help(action)
         choices = f" {{{', '.join(map(str, action.choices))}}}" if action.choices else ""
         default = "" if action.default in (None, False, "", [], {}) else f" [{action.default}]"
         return text + choices + default
-
-
-_WAYS_TO_FAIL = (
-    ArithmeticError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What an import raises beside packages that do not fit."""
 
 
 @contextlib.contextmanager
@@ -179,23 +151,11 @@ def _importing() -> Generator[None]:
     """Imports that leave the environment as it was, which Ray's workers inherit."""
     before = dict(os.environ)
     try:
-        with _silence():
+        with silence():
             yield
-    except _WAYS_TO_FAIL as error:
+    except WAYS_TO_FAIL as error:
         raise SurfaceError(f"{type(error).__name__}: {error}") from error
     finally:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
-
-
-@contextlib.contextmanager
-def _silence() -> Generator[None]:
-    """What it prints and warns of is said again by the server, in its log."""
-    with (
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()),
-    ):
-        warnings.simplefilter("ignore")
-        yield

@@ -119,7 +119,8 @@ class HostStore:
         assert local.is_contiguous(), f"{name}: a shard is a slice of dimension 0"
         start = local.storage_offset() * local.element_size()
         saved = host[start : start + local.numel() * local.element_size()]
-        return saved.view(local.dtype).view(local.shape).to(local.device)
+        # The host buffer stays as it is until the device, in its order, comes to the next sleep.
+        return saved.view(local.dtype).view(local.shape).to(local.device, non_blocking=True)
 
     def _host_buffer(self, name: str, num_bytes: int) -> Tensor:
         if not device.has_accelerator():

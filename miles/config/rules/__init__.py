@@ -6,12 +6,13 @@ from miles.config.rules.applies import APPLIES_CHECKS
 from miles.config.rules.conflicts import CONFLICT_CHECKS
 from miles.config.rules.external import EXTERNAL_CHECKS
 from miles.config.rules.lengths import LENGTH_CHECKS
+from miles.config.rules.notes import notes
 from miles.config.rules.problems import Check, Given
 from miles.config.rules.ranges import RANGE_CHECKS
 from miles.config.rules.required import REQUIRED_CHECKS
 from miles.config.rules.resolve import RESOLVE, resolve
 
-__all__ = ["CHECK", "RESOLVE", "check", "resolve"]
+__all__ = ["CHECK", "RESOLVE", "check", "notes", "resolve"]
 
 CHECK: tuple[Check, ...] = (
     *REQUIRED_CHECKS,

@@ -60,6 +60,11 @@ APPLIES: tuple[Applies, ...] = (
     ),
     # Rollout.
     Applies(
+        ("offload_rollout_level",),
+        lambda c: bool(c.offload.offload_rollout),
+        "with --offload-rollout, which --colocate turns on",
+    ),
+    Applies(
         ("partial_rollout",),
         lambda c: _aborts_surplus(c),
         "where responses are aborted: with --over-sampling-batch-size above --rollout-batch-size, "

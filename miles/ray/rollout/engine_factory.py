@@ -15,7 +15,7 @@ from miles.core import logging
 from miles.ray.errors import JobError, gather
 from miles.ray.placement import Layout, Placement
 from miles.ray.rollout.engine_launch import choose_launcher, serves_on_loopback
-from miles.ray.rollout.engines import find_dead_soon, is_healthy
+from miles.ray.rollout.engines import find_dead_soon, find_silent
 from miles.ray.rollout.launched_engine import LaunchedEngine
 from miles.rollout.engine_client import EngineClient
 from miles.rollout.engine_set import EngineAddresses
@@ -67,8 +67,10 @@ class EngineGroup:
         return [index for index, answer in enumerate(alive) if not answer]
 
     async def find_unhealthy(self, timeout_s: float) -> list[int]:
-        answers = await asyncio.gather(*(is_healthy(e.url, timeout_s) for e in self._engines))
-        return [index for index, answer in enumerate(answers) if not answer]
+        return await find_silent(self._positions(), EngineClient.health, timeout_s)
+
+    async def find_hung(self, timeout_s: float) -> list[int]:
+        return await find_silent(self._positions(), EngineClient.server_info, timeout_s)
 
     async def replace(self, failed: Sequence[int]) -> bool:
         for index in failed:
@@ -117,6 +119,9 @@ class EngineGroup:
     def kill(self) -> None:
         for engine in self._engines:
             engine.kill()
+
+    def _positions(self) -> dict[int, str]:
+        return {index: engine.url for index, engine in enumerate(self._engines)}
 
     async def _each(self, work: Callable[[int], Coroutine[Any, Any, None]]) -> None:
         """For every engine; one that fails does not keep the others from it."""

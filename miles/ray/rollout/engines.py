@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from miles.contracts.engine import EngineError, MemoryTag
@@ -31,6 +31,11 @@ class Engines(Protocol):
 
     async def find_unhealthy(self, timeout_s: float) -> list[int]:
         """Positions of engines that do not answer a health probe in time."""
+        ...
+
+    async def find_hung(self, timeout_s: float) -> list[int]:
+        """Positions of engines that do not say in time what they are. SGLang's health probe
+        generates, which an engine that a weight update has paused does not."""
         ...
 
     async def replace(self, failed: Sequence[int]) -> bool:
@@ -66,12 +71,20 @@ async def find_dead_soon(engines: Engines) -> list[int]:
     return dead
 
 
-async def is_healthy(url: str, timeout_s: float) -> bool:
-    client = EngineClient(url, timeout_s=timeout_s)
-    try:
-        await client.health()
-    except EngineError:
-        return False
-    finally:
-        await client.close()
-    return True
+async def find_silent(
+    urls: Mapping[int, str], ask: Callable[[EngineClient], Awaitable[object]], timeout_s: float
+) -> list[int]:
+    """Positions of those that do not answer in time, or answer that they cannot."""
+
+    async def answers(url: str) -> bool:
+        client = EngineClient(url, timeout_s=timeout_s)
+        try:
+            await ask(client)
+        except EngineError:
+            return False
+        finally:
+            await client.close()
+        return True
+
+    found = await asyncio.gather(*map(answers, urls.values()))
+    return [index for index, answered in zip(urls, found, strict=True) if not answered]

@@ -11,7 +11,7 @@ from miles.config.values import split_address
 from miles.contracts.engine import EngineError, MemoryTag
 from miles.core import logging
 from miles.ray.errors import JobError
-from miles.ray.rollout.engines import is_healthy
+from miles.ray.rollout.engines import find_silent
 from miles.ray.rollout.external_check import differences
 from miles.rollout.engine_client import EngineClient, http_url
 from miles.rollout.engine_set import EngineAddresses
@@ -79,9 +79,10 @@ class ExternalEngines:
         return [index for index, answer in zip(present, answers, strict=True) if not answer]
 
     async def find_unhealthy(self, timeout_s: float) -> list[int]:
-        present = self._present()
-        answers = await asyncio.gather(*(is_healthy(self._urls[i], timeout_s) for i in present))
-        return [index for index, answer in zip(present, answers, strict=True) if not answer]
+        return await find_silent(self._positions(), EngineClient.health, timeout_s)
+
+    async def find_hung(self, timeout_s: float) -> list[int]:
+        return await find_silent(self._positions(), EngineClient.server_info, timeout_s)
 
     async def replace(self, failed: Sequence[int]) -> bool:
         """Nothing takes their place. Raises ``JobError`` when none is left."""
@@ -124,6 +125,9 @@ class ExternalEngines:
 
     def _present(self) -> list[int]:
         return [index for index in range(len(self._urls)) if index not in self._absent]
+
+    def _positions(self) -> dict[int, str]:
+        return {index: self._urls[index] for index in self._present()}
 
     async def _wait_for(self, index: int, deadline: float) -> str | None:
         """Why it does not answer; ``None`` when it does."""
@@ -168,7 +172,8 @@ class ExternalEngines:
         return bool(version) or index not in self._has_version
 
     async def _is_back(self, index: int) -> bool:
-        if not await is_healthy(self._urls[index], RETURN_TIMEOUT_S):
+        own = {index: self._urls[index]}
+        if await find_silent(own, EngineClient.health, RETURN_TIMEOUT_S):
             return False
         found = "; ".join(await self._differences(index))
         if found:

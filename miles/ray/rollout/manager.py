@@ -54,6 +54,7 @@ class RolloutManager:
             (),
             concurrency=config.rollout.sglang_server_concurrency,
             timeout_s=config.rollout.rollout_request_timeout_s,
+            vocabulary_size=hf.vocabulary_size(hf.load_config(str(config.rollout.hf_checkpoint))),
         )
 
     async def start(self) -> int | None:

@@ -7,7 +7,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from miles.config.root import MilesConfig
-from miles.ray.errors import call, kill
+from miles.config.rules.problems import option_name, values_of
+from miles.contracts.hooks import HOOKS
+from miles.ray.errors import JobError, call, is_death, kill
 from miles.ray.rollout.manager import GeneratedBatch, RolloutManager
 from miles.rollout.engine_set import EngineAddresses
 
@@ -19,6 +21,7 @@ class RolloutService:
         # Where the driver is: it reads the same files, and reaches a router on loopback.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"num_cpus": 0, "scheduling_strategy": here}
+        self._user_code = user_code(config)
         self._actor: Any = ray.remote(RolloutManager).options(**options).remote(config)
 
     async def start(self) -> int | None:
@@ -44,6 +47,36 @@ class RolloutService:
         kill(self._actor)
 
     async def _call(self, method: str, *args: Any, during: str) -> Any:
-        return await call(
-            "rollout manager", getattr(self._actor, method).remote(*args), during=during
-        )
+        try:
+            return await call(
+                "rollout manager", getattr(self._actor, method).remote(*args), during=during
+            )
+        except JobError as error:
+            if not is_death(error) or not self._user_code:
+                raise
+            raise JobError(
+                f"{error}. Its process runs your {', '.join(self._user_code)}: code that calls "
+                "os._exit, crashes outside Python or takes all memory ends it"
+            ) from error
+
+
+def user_code(config: MilesConfig) -> list[str]:
+    """The flags given, with their values, whose functions run in the manager's process."""
+    values = values_of(config)
+    return [
+        f"{option_name(dest)} {path}"
+        for dest in HOOKS
+        if dest not in IN_TRAINERS and (path := values[dest]) and not path.startswith("miles.")
+    ]
+
+
+IN_TRAINERS = frozenset(
+    (
+        "custom_loss_function_path",
+        "custom_tis_function_path",
+        "custom_megatron_init_path",
+        "custom_megatron_before_log_prob_hook_path",
+        "custom_megatron_before_train_step_hook_path",
+    )
+)
+"""Hooks that the ranks of the trainer call."""

@@ -82,7 +82,7 @@ class EngineSupervisor:
         dead = await find_dead_soon(self._engines)
         if dead:
             return dead
-        return await self._engines.find_unhealthy(self._options.rollout_health_check_timeout)
+        return await self._engines.find_hung(self._options.rollout_health_check_timeout)
 
     async def _failed(self) -> list[int]:
         if self._router is not None:

@@ -1,13 +1,21 @@
 """Launch helpers for recipes: flags as a mapping, a command line, a child process."""
 
+import contextlib
 import os
 import shlex
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
+
+from miles.core import owned
 
 ROOT = Path(__file__).resolve().parents[3]
+
+STOP_TIMEOUT_S = 120.0
+"""A run waits for its engines and its last save, each of them bounded."""
 
 FlagValue = str | int | float | bool | Path | None | Sequence[str | int | float | Path]
 
@@ -30,15 +38,68 @@ def to_argv(flags: Mapping[str, FlagValue]) -> list[str]:
 
 
 def run_train(
-    flags: Mapping[str, FlagValue], *, environment: Mapping[str, str] | None = None
+    flags: Mapping[str, FlagValue],
+    *,
+    more: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Run ``train.py`` with ``flags``; end this process with its exit code when it fails."""
-    command = [sys.executable, str(ROOT / "train.py"), *to_argv(flags)]
+    """Run ``train.py`` with ``flags`` and ``more`` words behind them; end this process with its
+    exit code when it fails."""
+    command = [sys.executable, str(ROOT / "train.py"), *to_argv(flags), *more]
     print(f"$ python train.py {shlex.join(command[2:])}", flush=True)
-    process = subprocess.Popen(command, env={**os.environ, **(environment or {})})
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:
-        code = process.wait()
+    code = run_owned(command, environment or {})
     if code != 0:
         sys.exit(code)
+
+
+def run_owned(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    stop_timeout_s: float = STOP_TIMEOUT_S,
+) -> int:
+    """The exit code of a command that ends with this process; called in the main thread.
+
+    SIGINT and SIGTERM are handed on to it, once. It may then take ``stop_timeout_s`` to end what
+    it has started before it is killed, and the code is 128 + the signal's number.
+    """
+    environment = {**os.environ, **environment, owned.OWNER: str(os.getpid())}
+    with _signals_raised():
+        # In a group of its own: a terminal would send a second Ctrl-C, which cuts the end short.
+        process = subprocess.Popen(command, env=environment, process_group=0)
+        try:
+            code = process.wait()
+        except _Signal as received:
+            process.send_signal(received.number)
+            try:
+                process.wait(stop_timeout_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            return 128 + received.number
+    return code if code >= 0 else 128 - code
+
+
+class _Signal(BaseException):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def _signals_raised() -> Generator[None]:
+    """The first SIGINT or SIGTERM raises ``_Signal``, later ones do nothing (``timeout`` sends its
+    own twice)."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def first(number: int, frame: object) -> NoReturn:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise _Signal(number)
+
+    before = {number: signal.signal(number, first) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

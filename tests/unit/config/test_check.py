@@ -96,6 +96,12 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
     ),
     (ranges.log_level_is_known, "--sglang-log-level", ("--sglang-log-level", "loud"), ()),
     (flags_given_have_an_effect, "--tis-clip", ("--tis-clip", "3"), ()),
+    (
+        flags_given_have_an_effect,
+        "--offload-rollout-level",
+        ("--colocate", "--no-offload-rollout", "--offload-rollout-level", "kv_cache"),
+        (),
+    ),
     (offload_needs_colocation, "--offload-train", ("--offload-train",), ()),
     (offload_needs_colocation, "--offload-rollout", ("--offload-rollout",), ()),
     (
@@ -367,6 +373,7 @@ def test_every_rule_has_a_case() -> None:
     [
         (),
         ("--colocate", "--no-offload-train"),
+        ("--colocate", "--offload-rollout-level", "kv_cache", "weight"),
         ("--use-kl-loss", "--kl-loss-coef", "0.001", "--kl-loss-type", "low_var_kl"),
         ("--use-kl-loss",),
         (*REINFORCE, "--normalize-advantages", "--gamma", "0.99", "--kl-coef", "0.1"),

@@ -148,6 +148,7 @@ def test_all_unknown_flags_come_with_their_words() -> None:
     [
         ("--learning-rate", "--lr"),
         ("--learning_rate", "--lr"),
+        ("--leraning-rate", "--lr"),
         ("--model", "--hf-checkpoint"),
         ("--num-epochs", "--num-epoch"),
         ("--temperature", "--rollout-temperature"),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from miles.config.command_line import read_command_line
 from miles.config.root import MilesConfig
-from miles.config.rules import resolve
+from miles.config.rules import notes, resolve
 
 Resolved = Callable[..., tuple[MilesConfig, frozenset[str]]]
 
@@ -130,3 +130,12 @@ def test_nonsense_is_left_for_the_checks() -> None:
     config, _ = resolve(read_command_line([*argv, "0"]).config)
     assert isinstance(config, MilesConfig)
     assert config.data.global_batch_size == 0
+
+
+def test_a_last_step_that_is_smaller_is_said_with_the_sizes(resolved: Resolved) -> None:
+    (message,) = notes(resolved("--global-batch-size", "3")[0])
+    assert "2 steps of 3 samples, and a last one of 2" in message.text
+    (message,) = notes(resolved("--global-batch-size", "5")[0])
+    assert "1 step of 5 samples, and a last one of 3" in message.text
+    for flags in ((), ("--global-batch-size", "4"), ("--num-steps-per-rollout", "8")):
+        assert notes(resolved(*flags)[0]) == []

@@ -80,3 +80,9 @@ def test_near_words_are_suggested_and_far_ones_are_not() -> None:
 )
 def test_an_address_is_a_host_and_a_port(text: str, expected: tuple[str, int] | None) -> None:
     assert split_address(text) == expected
+
+
+def test_a_slip_in_a_synonym_leads_to_the_word_that_it_stands_for() -> None:
+    synonyms = {"--learning-rate": "--lr", "--actor-learning-rate": "--lr"}
+    for word in ("--learning-rate", "--leraning-rate"):
+        assert did_you_mean(word, ["--lr", "--save"], synonyms) == "did you mean --lr?"

@@ -16,3 +16,13 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     below = reason_against(str(file / "run"))
     assert below is not None
     assert f"lies in {file}, which is a file" in below
+
+
+def test_the_kernels_own_folders_take_no_files(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to("/proc/sys")
+    for folder in ("/proc", "/proc/run", "/sys/kernel/run", str(link / "run")):
+        reason = reason_against(folder)
+        assert reason is not None
+        assert "which holds no files of users" in reason
+    assert reason_against("/dev/shm") is None

@@ -1,11 +1,18 @@
 """Joining a Ray cluster."""
 
+import os
 import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from miles.ray.cluster import require_reachable
 from miles.ray.errors import JobError
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_an_address_where_nothing_listens_is_refused_with_the_remedy() -> None:
@@ -19,3 +26,45 @@ def test_an_address_where_nothing_listens_is_refused_with_the_remedy() -> None:
 @pytest.mark.parametrize("address", ["", "auto", "local"])
 def test_addresses_that_name_no_port_are_left_to_ray(address: str) -> None:
     require_reachable(address)
+
+
+SECOND_ATTEMPT = """
+import logging, os
+import psutil
+import ray
+from miles.ray import cluster
+
+class Remedy(logging.Handler):
+    '''The folder is too long for a socket's path, until the first attempt has failed.'''
+    def emit(self, record):
+        if "trying once more" in record.getMessage():
+            os.environ["RAY_TMPDIR"] = os.environ["GOOD_TMPDIR"]
+
+cluster.log.addHandler(Remedy())
+cluster.start()
+assert ray.is_initialized()
+servers = [p for p in psutil.Process().children() if "gcs_server" in p.cmdline()[0]]
+assert len(servers) == 1, servers
+cluster.stop()
+"""
+
+
+def test_ray_that_does_not_start_is_started_once_more(tmp_path: Path) -> None:
+    """What the first attempt has started is gone by then."""
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    with tempfile.TemporaryDirectory(prefix="ray") as good:
+        result = subprocess.run(
+            [sys.executable, "-c", SECOND_ATTEMPT],
+            env={
+                **environment,
+                "PYTHONPATH": str(ROOT),
+                "RAY_TMPDIR": str(tmp_path / ("x" * 120)),
+                "GOOD_TMPDIR": good,
+            },
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "trying once more" in result.stdout + result.stderr

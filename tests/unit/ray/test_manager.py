@@ -1,11 +1,16 @@
-"""What the rollout manager takes from the user's functions, and how epochs become rollouts."""
+"""What the rollout manager takes from the user's functions and sends to engines, and how epochs
+become rollouts."""
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from miles.ray.rollout.manager import numbers, with_num_rollout
+from miles.contracts.engine import EngineError, GenerateRequest, SamplingParams
+from miles.core import hf
+from miles.ray.rollout.manager import RolloutManager, numbers, with_num_rollout
 from tests.unit.rollout.scripted import made_config
 
 
@@ -32,3 +37,11 @@ def test_epochs_become_whole_rollouts(
 
 def test_a_given_number_of_rollouts_stays() -> None:
     assert with_num_rollout(made_config(num_rollout=7), 1000).data.num_rollout == 7
+
+
+def test_ids_that_the_model_does_not_have_are_sent_to_no_engine(tiny_qwen3: Path) -> None:
+    manager = RolloutManager(made_config(hf_checkpoint=str(tiny_qwen3)))
+    beyond = hf.read_config(str(tiny_qwen3))["vocab_size"]
+    params = SamplingParams(max_new_tokens=1)
+    with pytest.raises(EngineError, match=f"^{beyond} is not a token id"):
+        asyncio.run(manager._pool.generate(GenerateRequest(input_ids=[0, beyond], params=params)))

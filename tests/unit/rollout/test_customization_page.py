@@ -16,9 +16,9 @@ from miles.contracts.types import Sample, Status, TokenStats
 from miles.core.plugins import load_function
 from miles.rollout import multi_turn
 from miles.rollout.collect import Collector
-from miles.rollout.prompts import load_tool_specs
 from miles.rollout.rewards.score import make_reward, score
 from miles.rollout.steps import sampling_params
+from miles.rollout.tool_specs import load_tool_specs
 from tests.unit.backends.training_utils.made_batches import micro_batch
 from tests.unit.customization_page import PAGE, write_examples
 from tests.unit.rollout.scripted import ListSource, ScriptedEngines, made_config, made_prompt

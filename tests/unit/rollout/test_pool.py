@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,18 @@ async def until(condition: Callable[[], Any]) -> None:
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(main(), 100))
+
+
+@pytest.mark.parametrize("bad", [-1, 64])
+def test_a_token_id_that_the_model_does_not_have_is_sent_to_no_engine(bad: int) -> None:
+    async def main() -> None:
+        # At an engine that is not there it would wait and then be sent again.
+        async with opened("http://127.0.0.1:9", vocabulary_size=64) as pool:
+            with pytest.raises(EngineError, match=f"^{bad} is not a token id .*0 to 63"):
+                await pool.generate(replace(request(), input_ids=[0, 63, bad]))
+            assert pool.stats().requests == 0
+
+    run(main)
 
 
 def test_requests_go_to_the_engine_with_the_fewest_in_flight(

@@ -429,14 +429,39 @@ def test_recorded_rollouts_need_prompts_only_for_a_users_evaluation() -> None:
     assert problem.flag == "--prompt-data"
 
 
+def test_keys_that_no_row_has_are_reported_together_each_by_its_flag(
+    tmp_path: Path, numbered: str
+) -> None:
+    config = made_config(prompt_data=numbered, input_key="question", label_key="answer")
+    problems = check(config)
+    assert [(p.flag, p.value) for p in problems] == [
+        ("--input-key", "question"),
+        ("--label-key", "answer"),
+    ]
+    for problem in problems:
+        assert f"no row of --prompt-data {numbered} has this key" in problem.remedy
+        assert problem.remedy.endswith("the first has input, y")
+    config = made_config(prompt_data=numbered, eval_prompt_data=("e", numbered), eval_label_key="a")
+    assert [p.flag for p in check(config)] == ["--eval-label-key"]
+    # Rows that cannot be read are said beside them.
+    spec = write_rows(tmp_path / "d.jsonl", [{"input": "a"}, 3])
+    problems = check(made_config(prompt_data=spec, label_key="answer"))
+    assert [p.flag for p in problems] == ["--label-key", "--prompt-data"]
+    assert "1 row cannot be used:\n    line 2" in problems[1].remedy
+
+
+def test_a_row_that_lacks_both_keys_says_so_at_once(tmp_path: Path) -> None:
+    spec = write_rows(tmp_path / "d.jsonl", [{"input": "a", "y": "b"}, {"other": "c"}])
+    (problem,) = check(made_config(prompt_data=spec, label_key="y"))
+    assert "line 2: no key 'input' (--input-key) and no key 'y' (--label-key)" in problem.remedy
+
+
 def test_bad_rows_are_found_when_flags_are_parsed(tmp_path: Path, numbered: str) -> None:
     rows = [{"input": "a"}, {"input": 3}, {"inputs": "b"}, {"input": [{"role": "user"}]}]
     (problem,) = check(made_config(prompt_data=write_rows(tmp_path / "bad.jsonl", rows)))
     assert problem.flag == "--prompt-data"
     assert "3 rows cannot be used" in problem.remedy
     assert "line 2: 'input' is int" in problem.remedy
-    (problem,) = check(made_config(prompt_data=numbered, label_key="answer"))
-    assert "no key 'answer' (--label-key)" in problem.remedy
     (problem,) = check(made_config(prompt_data=f"{numbered}@[10:]"))
     assert "no row is left of 10" in problem.remedy
     conversation = [{"input": [{"role": "user", "content": "hi"}]}]

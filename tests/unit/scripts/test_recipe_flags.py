@@ -9,10 +9,17 @@ from benchmarks.workloads import WORKLOADS, WorkloadName
 from miles.core.tracking import Tracker
 from miles.utils.arguments import parse_args
 from miles.utils.external_utils.command_utils import to_argv
-from scripts import reverse_digits, run_demo_cpu, run_mcore_fsdp, run_smollm2_135m_cpu
+from scripts import (
+    reverse_digits,
+    run_demo_cpu,
+    run_mcore_fsdp,
+    run_smollm2_135m_cpu,
+    run_smollm2_135m_gpu,
+)
 from scripts.run_demo_cpu import Backend, Demo
 from scripts.run_mcore_fsdp import Comparison
 from scripts.run_smollm2_135m_cpu import SmolLM2
+from scripts.run_smollm2_135m_gpu import SmolLM2OnAccelerator
 
 
 def test_the_smollm2_recipe_is_a_valid_command_line(tiny_qwen3: Path, tmp_path: Path) -> None:
@@ -23,6 +30,19 @@ def test_the_smollm2_recipe_is_a_valid_command_line(tiny_qwen3: Path, tmp_path: 
     assert (config.data.rollout_batch_size, config.data.n_samples_per_prompt) == (8, 8)
     assert config.data.num_rollout == 30
     assert config.checkpoint.load == config.checkpoint.save == str(tmp_path / "run/checkpoints")
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_the_smollm2_recipe_for_accelerators_is_a_valid_command_line(
+    backend: str, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    recipe = SmolLM2OnAccelerator(run_dir=tmp_path / "run", train_backend=backend)
+    flags = run_smollm2_135m_gpu.flags(recipe, tiny_qwen3)
+    config = parse_args(to_argv({**flags, "rollout-engine": "embedded"}))
+    assert config.cluster.train_backend == backend
+    assert config.offload.offload_train
+    assert config.data.num_rollout == 60
 
 
 def test_bf16_leaves_fp32_out(tiny_qwen3: Path) -> None:

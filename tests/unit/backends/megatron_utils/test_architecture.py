@@ -6,11 +6,13 @@ import pytest
 from transformers import AutoConfig
 
 from miles.backends.megatron_utils.architecture import (
+    Namespaces,
     UnknownArchitecture,
     compare,
     flags_of,
     to_argv,
 )
+from miles.config.errors import Problem
 
 pytestmark = pytest.mark.megatron
 
@@ -125,9 +127,18 @@ def parser() -> Any:
     return make_parser()
 
 
+def compared(parser: Any, given: str, config: Any) -> list[Problem]:
+    words, flags = given.split(), to_argv(flags_of(config))
+    namespaces = Namespaces(
+        own=parser.parse_args(words),
+        filled=parser.parse_args([*flags, *words]),
+        checkpoint=parser.parse_args(flags),
+    )
+    return compare(namespaces, {w.removeprefix("--") for w in words if w.startswith("--")})
+
+
 def differences(parser: Any, given: str, config: Any) -> list[str]:
-    expected = parser.parse_args(to_argv(flags_of(config)))
-    problems = compare(parser.parse_args(given.split()), expected)
+    problems = compared(parser, given, config)
     return [flag for problem in problems for flag in problem.flag.split(", ")]
 
 
@@ -153,9 +164,7 @@ def test_the_flags_of_another_family_are_one_problem_with_every_difference(parse
         "--num-layers",
         "--qk-layernorm",
     ]
-    (problem,) = compare(
-        parser.parse_args(qwen2.split()), parser.parse_args(to_argv(flags_of(qwen3)))
-    )
+    (problem,) = compared(parser, qwen2, qwen3)
     assert problem.value == (True, 4, 5, False)
     assert "--kv-channels: 4, must be 16" in problem.remedy
     assert "--qk-layernorm: not given, must be given" in problem.remedy
@@ -167,6 +176,27 @@ def test_flags_of_a_dense_model_lack_the_experts_of_a_mixture(parser: Any) -> No
     found = differences(parser, line(made("qwen3", head_dim=16)), mixture)
     assert "--num-experts" in found
     assert "--moe-router-topk" in found
+
+
+def test_strays_are_named_alone(parser: Any) -> None:
+    """Who gives nothing that fits does not describe the model: nothing else is missing."""
+    dense = made("qwen3", head_dim=16)
+    assert differences(parser, "--num-experts 8", dense) == ["--num-experts"]
+    assert differences(parser, f"{line(dense)} --num-experts 8", dense) == ["--num-experts"]
+    (problem,) = compared(parser, "--num-experts 8 --num-layers 9", dense)
+    assert problem.flag == "--num-experts, --num-layers"
+    assert problem.value == (8, 9)
+    assert "--num-experts: 8, must be not given; --num-layers: 9, must be 3" in problem.remedy
+
+
+def test_a_part_of_the_description_lacks_the_rest(parser: Any) -> None:
+    mixture = made("qwen3_moe", head_dim=16, num_experts=4, norm_topk_prob=True)
+    topk = mixture.num_experts_per_tok
+    found = differences(parser, f"--moe-router-topk {topk}", mixture)
+    assert "--moe-router-topk" not in found
+    assert {"--num-experts", "--num-layers", "--qk-layernorm"} <= set(found)
+    # Megatron takes no experts for a value like any other.
+    assert "--num-layers" in differences(parser, "--num-experts 0", made("qwen3", head_dim=16))
 
 
 def test_a_forgotten_switch_of_the_family_is_a_difference(parser: Any) -> None:

@@ -57,6 +57,7 @@ def refused(parser: Any, line: str, *, context: int = 1, **precision: bool) -> l
             f"{PP2} --num-virtual-stages-per-pipeline-rank 2",
         ),
         ("--ddp-bucket-size 100", "--overlap-grad-reduce"),
+        ("--sequence-parallel", "--tensor-model-parallel-size 2"),
         ("--sharp-enabled-group dp", "--use-sharp"),
         ("--disable-symmetric-registration", "--use-nccl-ub"),
     ],

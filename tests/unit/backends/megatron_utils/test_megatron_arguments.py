@@ -71,6 +71,14 @@ def test_all_problems_are_reported_in_one_go(line: Line) -> None:
     assert not any("--num-layers" in flag for flag in joined)
 
 
+def test_a_flag_of_experts_on_a_dense_model_is_one_problem(line: Line) -> None:
+    """The rest of the architecture is nothing that this user has given."""
+    found = problems(line("--moe-router-topk", "2"))
+    assert list(found) == ["--moe-router-topk"]
+    assert "applies only to a mixture of experts" in found["--moe-router-topk"]
+    assert list(problems(line("--num-experts", "4"))) == ["--num-experts"]
+
+
 def test_what_only_megatron_finds_joins_the_list(line: Line) -> None:
     """Its validation wants a recompute method to be missing with selective recompute."""
     argv = line("--recompute-granularity", "selective", "--recompute-method", "uniform")

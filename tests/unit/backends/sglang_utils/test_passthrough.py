@@ -1,6 +1,9 @@
 """``--sglang-*`` and ``--router-*``: what reaches SGLang, and what is refused with which remedy."""
 
+import importlib.metadata
 import itertools
+import logging
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from miles.backends.sglang_utils import arguments, package, refusals, surface
 from miles.backends.sglang_utils.arguments import (
@@ -141,8 +146,8 @@ def test_a_colocated_engine_with_more_than_its_share_is_warned_of(
     machine(monkeypatch, sglang=True)
     for colocate in (True, False):
         config = job("sglang", colocate=colocate, sglang_mem_fraction_static=share)
-        messages = check(config, frozenset(), ()).messages
-        assert bool(messages) == (warned and colocate)
+        levels = [message.level for message in check(config, frozenset(), ()).messages]
+        assert levels == [logging.WARNING] * (warned and colocate)
 
 
 def test_a_colocated_engine_leaves_room_for_the_trainer() -> None:
@@ -192,6 +197,33 @@ def test_the_extra_has_the_versions_that_messages_name() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extra = project["optional-dependencies"]["sglang"]
     assert package.TESTED_VERSIONS.split(", ") == extra[:2]
+
+
+def pins(file: str) -> dict[str, str]:
+    lines = (ROOT / file).read_text().split()
+    return {canonicalize_name(n): version for n, _, version in (x.partition("==") for x in lines)}
+
+
+def test_without_an_accelerator_the_versions_are_those_of_the_extra() -> None:
+    installed = pins("constraints-sglang-cpu.txt")
+    named = ("sglang", "sglang-router")
+    assert ", ".join(f"{n}=={installed[n]}" for n in named) == package.TESTED_VERSIONS
+
+
+@pytest.mark.sglang
+def test_sglang_takes_the_versions_that_its_page_installs_it_beside() -> None:
+    """What it asks for itself; what its own dependencies ask for only an index knows."""
+    page = (ROOT / "docs/sglang.md").read_text()
+    (left_out,) = re.findall(r"grep -vE '\^\((.*)\)==' constraints.txt", page)
+    pinned = pins("constraints.txt")
+    for name in left_out.split("|"):
+        del pinned[name]
+    asked = [Requirement(line) for line in importlib.metadata.requires("sglang") or ()]
+    asked = [each for each in asked if each.marker is None or each.marker.evaluate({"extra": ""})]
+    shared = {canonicalize_name(each.name): each.specifier for each in asked}
+    assert {"torch", "transformers"} <= shared.keys() & pinned.keys()
+    for name in shared.keys() & pinned.keys():
+        assert shared[name].contains(pinned[name]), name
 
 
 def test_the_page_lists_every_flag_that_ours_alone_set() -> None:
@@ -270,8 +302,9 @@ class TestWithSglang:
         checked = check(job("sglang", gpus=4), frozenset(), foreign)
         assert checked.problems == []
         assert checked.sglang_argv == ("--ep-size", "4", "--moe-a2a-backend", "deepep")
-        assert checked.messages[0].startswith("--sglang-enable-ep-moe: ")
-        assert "--ep-size 4" in checked.messages[0]
+        assert [message.level for message in checked.messages] == [logging.INFO] * 2
+        assert checked.messages[0].text.startswith("--sglang-enable-ep-moe: ")
+        assert "--ep-size 4" in checked.messages[0].text
 
     def test_new_names_are_of_the_installed_release_and_old_ones_are_not(self) -> None:
         known = surface.server().names

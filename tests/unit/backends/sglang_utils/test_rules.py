@@ -11,7 +11,7 @@ import pytest
 from miles.backends.sglang_utils import package, rules
 from miles.config.errors import Problem
 from miles.config.root import MilesConfig
-from scripts.made_models import make_qwen3
+from scripts.made_models import make_qwen3, make_qwen3_moe
 
 
 def job(engine: str, model: Path | None = None, **rollout: Any) -> MilesConfig:
@@ -129,6 +129,23 @@ def test_sizes_that_sglang_pads_on_a_host_are_refused_there(
     assert "the model has intermediate_size 48;" in found.remedy
     machine(monkeypatch, accelerator=True)
     assert rules.check(job("sglang", odd)) == []
+
+
+@pytest.mark.parametrize("accelerator", [True, False])
+def test_dense_layers_that_sglang_would_make_layers_of_experts_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, accelerator: bool
+) -> None:
+    machine(monkeypatch, accelerator=accelerator)
+    sparse = make_qwen3_moe(tmp_path / "sparse")
+    mixed = make_qwen3_moe(tmp_path / "mixed", dense_layers=(1,))
+    assert rules.check(job("sglang", sparse)) == []
+    found = only(rules.check(job("sglang", mixed)))
+    assert found.flag == "--rollout-engine"
+    assert "mlp_only_layers [1]" in found.remedy
+    assert rules.check(job("embedded", mixed)) == []
+    values = json.loads((sparse / "config.json").read_text())
+    (sparse / "config.json").write_text(json.dumps({**values, "decoder_sparse_step": 2}))
+    assert "decoder_sparse_step 2" in only(rules.check(job("sglang", sparse))).remedy
 
 
 def test_nothing_is_refused_where_there_is_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
