@@ -17,8 +17,10 @@ from miles.core.tracking import Tracker
 from miles.ray import cluster
 from miles.ray.errors import JobError, gather
 from miles.ray.memory import Memory, Phase, Resident, TakeTurns
-from miles.ray.placement import Placement, plan_layout, reserve
+from miles.ray.placement import Layout, Placement, plan_layout, require_whole_machines, reserve
 from miles.ray.rollout.engine_factory import EngineGroup
+from miles.ray.rollout.engines import Engines
+from miles.ray.rollout.external_engines import ExternalEngines
 from miles.ray.rollout.manager import GeneratedBatch, with_num_rollout
 from miles.ray.rollout.router import Router, make_router
 from miles.ray.rollout.service import RolloutService
@@ -45,7 +47,7 @@ class Job:
         self._resumed = False
         self._placement: Placement | None = None
         self._rollout = RolloutService(config)
-        self._engines: EngineGroup | None = None
+        self._engines: Engines | None = None
         self._router: Router | None = None
         self._supervisor: EngineSupervisor | None = None
         self._trainer: TrainGroup | None = None
@@ -166,25 +168,42 @@ class Job:
         config = self.config
         with_engines = needs_engines(config)
         with_trainer = not config.observability.debug_rollout_only
-        layout = plan_layout(config, with_engines=with_engines, with_trainer=with_trainer)
+        launches = with_engines and not config.rollout.rollout_external
+        layout = plan_layout(config, with_engines=launches, with_trainer=with_trainer)
         self.console.say(f"run directory: {self.run_dir}")
         self.console.say("starting: Ray's workers, engines and trainer load the model")
         with self.console.phase("starting"):
-            self._placement = await reserve(layout, config.cluster.placement_timeout_s)
+            placement = await self._reserve(layout)
             config = with_num_rollout(config, await self._rollout.start())
             self.config = config
             self.console = RunConsole(config.data.num_rollout or 0)
-            if with_engines:
-                engines = EngineGroup(config, layout, self._placement, self.run_dir / "logs")
-                self._engines = engines
-                self._router = make_router(config, self.run_dir / "logs")
-                self._supervisor = EngineSupervisor(
-                    engines, self._router, config.rollout, self._heal
-                )
+            logs = self.run_dir / "logs"
+            if launches:
+                self._use_engines(EngineGroup(config, layout, placement, logs), logs)
+            elif with_engines:
+                self._use_engines(ExternalEngines(config), logs)
             if with_trainer:
-                self._trainer = TrainGroup(config, layout, self._placement)
+                self._trainer = TrainGroup(config, layout, placement)
             await self._start_trainer_and_engines()
             await self._resume_data()
+
+    async def _reserve(self, layout: Layout) -> Placement:
+        cluster = self.config.cluster
+        placement = await reserve(layout, cluster.placement_timeout_s)
+        self._placement = placement
+        require_whole_machines(layout, placement, cluster.actor_num_gpus_per_node)
+        return placement
+
+    def _use_engines(self, engines: Engines, log_dir: Path) -> None:
+        self._engines = engines
+        self._router = make_router(self.config, log_dir)
+        self._supervisor = EngineSupervisor(
+            engines,
+            self._router,
+            self.config.rollout,
+            heal=self._heal,
+            connect=self._connect,
+        )
 
     async def _start_trainer_and_engines(self) -> None:
         """The trainer first when they share devices: it takes its memory before engines do."""

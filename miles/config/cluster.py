@@ -20,9 +20,19 @@ class ClusterConfig:
         Doc("Ranks that split the tokens of a sample between them (megatron backend only)."),
         Flag(shared=True),
     ] = 1
+    num_gpus_per_node: Annotated[
+        int,
+        Doc(
+            "Physical accelerators of a machine, which trainer ranks and engines must fit; without "
+            "accelerators a slot is a process, and nothing has to."
+        ),
+    ] = 8
     rollout_num_gpus: Annotated[
         int | None,
-        Doc("GPUs for the engines. With --colocate it is always the trainer's number."),
+        Doc(
+            "GPUs for the engines. With --colocate it is always the trainer's number; with "
+            "--rollout-external it follows from the engines."
+        ),
     ] = None
     rollout_num_gpus_per_engine: Annotated[
         int, Doc("GPUs of one engine (its tensor-parallel size).")
@@ -34,7 +44,11 @@ class ClusterConfig:
         int, Doc("Time-out of collectives."), Flag(shared=True)
     ] = 10
     placement_timeout_s: Annotated[
-        float, Doc("How long to wait for the cluster's resources before naming what is missing.")
+        float,
+        Doc(
+            "How long to wait for the cluster's resources, or for engines of --rollout-external, "
+            "before naming what is missing."
+        ),
     ] = 300.0
     train_env_vars: Annotated[
         dict[str, Any], Doc("Extra environment of the trainer processes (JSON object).")

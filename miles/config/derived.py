@@ -49,3 +49,14 @@ def generates_rollouts(config: MilesConfig) -> bool:
 def needs_engines(config: MilesConfig) -> bool:
     """Whether a job has engines at all: for its rollouts, or for evaluation beside them."""
     return generates_rollouts(config) or evaluates(config)
+
+
+def ranks_fit_machines(config: MilesConfig) -> bool:
+    """Whether the trainer ranks of a node are no more than a machine's accelerators."""
+    return config.cluster.actor_num_gpus_per_node <= config.cluster.num_gpus_per_node
+
+
+def engines_fit_machines(config: MilesConfig) -> bool:
+    """Whether an engine is on a part of one machine that divides it, or on all of several."""
+    size, engine = config.cluster.num_gpus_per_node, config.cluster.rollout_num_gpus_per_engine
+    return size % engine == 0 or engine % size == 0

@@ -18,6 +18,17 @@ class RolloutConfig:
         Literal["auto", "sglang", "embedded"],
         Doc("Engine server; auto: SGLang where it and an accelerator exist, else embedded."),
     ] = "auto"
+    rollout_external: Annotated[
+        bool,
+        Doc(
+            "Use engines that were launched elsewhere (--rollout-external-engine-addrs): they are "
+            "checked and given weights, neither started nor stopped. Their number times "
+            "--rollout-num-gpus-per-engine is --rollout-num-gpus, which is then not to be given."
+        ),
+    ] = False
+    rollout_external_engine_addrs: Annotated[
+        tuple[str, ...], Doc("HOST:PORT of each of those engines.")
+    ] = ()
     rollout_temperature: Annotated[
         float, Doc("Sampling temperature; the trainer divides its logits by it too.")
     ] = 1.0

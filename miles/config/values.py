@@ -114,3 +114,11 @@ _CONVERTERS: dict[Any, Callable[[str], Any]] = {
     float: _to_float,
     dict: _to_object,
 }
+
+
+def split_address(text: str) -> tuple[str, int] | None:
+    """Host and port of ``HOST:PORT``, an IPv6 host in brackets; ``None`` where it is none."""
+    found = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+):(\d{1,5})", text)
+    if found is None or not 1 <= int(found[2]) <= 65535:
+        return None
+    return found[1], int(found[2])

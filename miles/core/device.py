@@ -5,6 +5,7 @@ variables, and no-ops on a machine without an accelerator.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -138,3 +139,12 @@ def visible_devices() -> list[str] | None:
         if value is not None:
             return [entry.strip() for entry in value.split(",") if entry.strip()]
     return None
+
+
+def only_devices(ids: Sequence[int]) -> dict[str, str]:
+    """Environment of a process that sees these devices, in this order, by their physical ids.
+
+    To be asked where the parent sees some: it is their variable that is set.
+    """
+    visible = ",".join(map(str, ids))
+    return {name: visible for name in VISIBLE_DEVICE_VARIABLES if name in os.environ}

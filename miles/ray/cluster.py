@@ -62,7 +62,9 @@ def _connect(runtime_env: dict[str, Any]) -> None:
     if address:
         raise JobError(
             f"joining the Ray cluster of RAY_ADDRESS={address} failed ({describe(error)}): see "
-            "`ray status` there, or unset RAY_ADDRESS to run on this machine alone"
+            "`ray status` there; one that asks for a token wants RAY_AUTH_MODE=token and its "
+            "RAY_AUTH_TOKEN here too (`ray get-auth-token` there); or unset RAY_ADDRESS to run on "
+            "this machine alone"
         ) from error
     # Ray gives its processes half a minute, which a busy machine may not have the time for.
     log.warning("Ray did not start on this machine (%s); trying once more", describe(error))

@@ -8,7 +8,7 @@ from miles.config.offload import RolloutLevel
 from miles.config.root import MilesConfig
 from miles.contracts.engine import MemoryTag
 from miles.core.timer import Timer
-from miles.ray.rollout.engine_factory import EngineGroup
+from miles.ray.rollout.engines import Engines
 from miles.ray.train.group import TrainGroup
 
 Phase = Literal["rollout", "train", "sync"]
@@ -57,9 +57,7 @@ class TakeTurns:
     key/value cache and graphs. rollout: like the end of sync.
     """
 
-    def __init__(
-        self, trainer: TrainGroup, engines: EngineGroup | None, config: MilesConfig
-    ) -> None:
+    def __init__(self, trainer: TrainGroup, engines: Engines | None, config: MilesConfig) -> None:
         self._trainer = trainer
         self._engines = engines if config.offload.offload_rollout else None
         self._released = released_tags(config.offload.offload_rollout_level)

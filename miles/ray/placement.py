@@ -3,7 +3,9 @@
 import asyncio
 import ipaddress
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import ray
@@ -61,14 +63,16 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The slots of a job in node-major, device order."""
+    """The slots of a job, machine by machine, there in the order of the devices."""
 
-    group: PlacementGroup
+    group: PlacementGroup | None
+    """``None`` without slots."""
     slots: tuple[Slot, ...]
     on_gpu: bool
 
     def actor_options(self, slot: int, share: float) -> dict[str, Any]:
         """Ray options of an actor on ``slot`` that takes ``share`` of it."""
+        assert self.group is not None
         resources: dict[str, Any] = {"num_cpus": share * CPU_SHARE_OF_A_SLOT, "num_gpus": 0}
         if self.on_gpu:
             resources = {"num_cpus": share, "num_gpus": share}
@@ -80,8 +84,28 @@ class Placement:
             ),
         }
 
+    def by_machine(self, slots: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
+        """Address of each machine in order, with those of the slots that are there."""
+        runs = groupby(slots, key=lambda slot: self.slots[slot].node_ip)
+        return [(address, tuple(run)) for address, run in runs]
+
+    def is_all_on(self, address: str) -> bool:
+        """Whether every slot is on the machine with this address."""
+        return all(slot.node_ip == address for slot in self.slots)
+
+    def describe(self) -> str:
+        """Which slots are where, for a message."""
+        machines = self.by_machine(range(len(self.slots)))
+        return "; ".join(f"{address} has {_span(slots)}" for address, slots in machines)
+
     def remove(self) -> None:
-        remove_placement_group(self.group)
+        if self.group is not None:
+            remove_placement_group(self.group)
+
+
+def _span(slots: Sequence[int]) -> str:
+    first, last = slots[0], slots[-1]
+    return f"slot {first}" if first == last else f"slots {first}-{last}"
 
 
 def slot_order(slot: Slot) -> tuple[int, int]:
@@ -92,6 +116,8 @@ def slot_order(slot: Slot) -> tuple[int, int]:
 async def reserve(layout: Layout, timeout_s: float) -> Placement:
     """Reserve the layout's slots. Raises ``JobError`` that names what is missing in time."""
     on_gpu = device.has_accelerator() or ray.cluster_resources().get("GPU", 0) > 0
+    if layout.num_slots == 0:
+        return Placement(group=None, slots=(), on_gpu=on_gpu)
     bundle = {"GPU": 1.0, "CPU": 1.0} if on_gpu else {"CPU": CPU_SHARE_OF_A_SLOT}
     group = placement_group([bundle] * layout.num_slots, strategy="PACK")
     try:
@@ -102,6 +128,36 @@ async def reserve(layout: Layout, timeout_s: float) -> Placement:
         remove_placement_group(group)
         raise
     return Placement(group=group, slots=tuple(sorted(slots, key=slot_order)), on_gpu=on_gpu)
+
+
+def require_whole_machines(layout: Layout, placement: Placement, ranks_per_node: int) -> None:
+    """The ranks of a trainer's node are on one machine; an engine is on one, or in equal parts on
+    several.
+
+    Raises ``JobError`` with the layout that was found.
+    """
+    wrong: list[str] = []
+    ranks = layout.train_slots
+    for first in range(0, len(ranks), ranks_per_node):
+        node = ranks[first : first + ranks_per_node]
+        if len(placement.by_machine(node)) > 1:
+            wrong.append(
+                f"trainer ranks {first}-{first + len(node) - 1} ({_span(node)}) are one node's "
+                "(--actor-num-gpus-per-node), and need one machine"
+            )
+    for index, slots in enumerate(layout.engine_slots):
+        parts = [len(part) for _, part in placement.by_machine(slots)]
+        if len(set(parts)) > 1:
+            wrong.append(
+                f"engine {index} ({_span(slots)}, --rollout-num-gpus-per-engine) would be divided "
+                f"{' + '.join(map(str, parts))}, and needs one machine or equal parts of several"
+            )
+    if wrong:
+        raise JobError(
+            f"the free slots do not fit this layout: {placement.describe()}; but "
+            + "; ".join(wrong)
+            + ". Free whole machines, or choose numbers that fit those slots"
+        )
 
 
 async def _is_ready(group: PlacementGroup, timeout_s: float) -> bool:

@@ -25,6 +25,7 @@ from miles.contracts.engine import (
     WeightRef,
     on_rank,
 )
+from miles.core.ports import host_and_port
 from miles.rollout.router_client import is_a_routers
 
 # Below the 5 s after which uvicorn drops an idle connection: a POST on a connection that the
@@ -93,9 +94,7 @@ class _Checksums(msgspec.Struct):
 
 def http_url(host: str, port: int) -> str:
     """``http://host:port``, an IPv6 address in brackets."""
-    if ":" in host and not host.startswith("["):
-        host = f"[{host}]"
-    return f"http://{host}:{port}"
+    return f"http://{host_and_port(host, port)}"
 
 
 def _excerpt(answer: bytes) -> str:
@@ -105,8 +104,9 @@ def _excerpt(answer: bytes) -> str:
 
 
 def _version_number(value: int | str) -> int:
-    """A fresh SGLang server calls its weights "default"; that is our version 0."""
-    return 0 if value == "default" else int(value)
+    """A fresh SGLang server calls its weights "default", or what it was launched with; that is our
+    version 0."""
+    return int(value) if str(value).isdecimal() else 0
 
 
 def _generate_body(request: GenerateRequest) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from miles.config.flags import flag_specs
 from miles.config.messages import Message, warning
 from miles.config.reference import configuration_page
 from miles.config.root import MilesConfig
+from miles.config.rules import machines
 from miles.config.rules.problems import problem
 from miles.contracts.hook_check import check_hooks
 from miles.core import hf, logging, places
@@ -168,6 +169,18 @@ def _trains_with_megatron(config: MilesConfig) -> bool:
     return config.cluster.train_backend == "megatron"
 
 
+def check_machines(config: MilesConfig) -> list[Problem]:
+    """Ranks and engines fit their machines, where slots are accelerators."""
+    problems = machines.fit_machines(config)
+    if not problems:
+        return []
+    from miles.core import (
+        device,
+    )  # Takes torch's seconds, which a command line that fits is spared.
+
+    return problems if device.has_accelerator() else []
+
+
 def check_checkpoint(config: MilesConfig) -> list[Problem]:
     """What --load names is a checkpoint or the place of a fresh start."""
     return check_load(config.checkpoint.load, config.cluster.train_backend)
@@ -226,6 +239,7 @@ HELP_OF_OTHERS: Mapping[str, Callable[[], str]] = {
 
 OUTSIDE_CHECKS: tuple[Callable[[MilesConfig], list[Problem]], ...] = (
     check_models,
+    check_machines,
     context.check,
     prompts.check,
     rewards.check,

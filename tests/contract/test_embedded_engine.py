@@ -349,8 +349,8 @@ def test_the_server_ends_with_its_parent(
     assert "the parent process ended" in second_engine.log
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org"])
-def test_only_loopback_addresses_are_bound(
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
+def test_only_one_address_of_this_machine_is_bound(
     host: str, engine_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert server.main(["--model-path", str(engine_model), "--host", host]) == 2

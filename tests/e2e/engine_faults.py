@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import psutil
 
-from miles.backends.sglang_utils.server import HOST
 from miles.contracts.hooks import GenerateContext
 from miles.contracts.types import Prompt, Sample
+from miles.core.ports import LOOPBACK
 from miles.rollout.engine_client import http_url
 from miles.rollout.generate import generate
 from tests.engine_process import running_requests
@@ -30,8 +30,8 @@ def servers_of(model: str) -> list[psutil.Process]:
 def url_of(server: psutil.Process) -> str:
     """Its other ports are open to every interface."""
     listening = [c for c in server.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-    (port,) = (c.laddr.port for c in listening if c.laddr.ip == HOST)
-    return http_url(HOST, port)
+    (port,) = (c.laddr.port for c in listening if c.laddr.ip == LOOPBACK)
+    return http_url(LOOPBACK, port)
 
 
 def scheduler_of(server: psutil.Process) -> psutil.Process:

@@ -1,9 +1,8 @@
 """Engine processes behind their holders, on a real cluster."""
 
 import asyncio
-import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,15 +16,88 @@ from miles.ray.errors import JobError
 from miles.ray.placement import plan_layout, reserve
 from miles.ray.rollout import engine_launch
 from miles.ray.rollout.engine_factory import EngineGroup
-from miles.ray.rollout.engine_launch import EngineLaunch
+from miles.ray.rollout.engine_launch import EngineLaunch, EnginePart
+from miles.ray.rollout.engines import find_dead_soon
 from miles.ray.rollout.supervision import EngineSupervisor
 from miles.rollout.engine_client import EngineClient
 
 
-def never_ready(config: MilesConfig, index: int, log_file: Path) -> EngineLaunch:
+def never_ready(config: MilesConfig, part: EnginePart, log_file: Path) -> EngineLaunch:
     """A server that loads for longer than anybody waits."""
-    command = (sys.executable, "-c", "import time; time.sleep(120)")
-    return EngineLaunch(command=command, environment={}, log_file=str(log_file))
+    arguments = ("-c", "import time; time.sleep(120)")
+    return EngineLaunch(arguments=arguments, environment={}, log_file=str(log_file))
+
+
+SERVER = """
+import json, os, sys, time
+args = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if args["--head"] in open(args["--taken"]).read():
+    sys.exit("OSError: [Errno 98] Address already in use")
+told = {"url": f"http://{args['--host']}:{args['--rank']}", "pid": os.getpid()}
+with open(args["--ready-file"] + ".new", "w") as file:
+    json.dump(told, file)
+os.replace(file.name, args["--ready-file"])
+time.sleep(120)
+"""
+
+
+def parts_of_one(taken: Path) -> Callable[[MilesConfig, EnginePart, Path], EngineLaunch]:
+    """Servers of an engine of two machines that serve nothing: ``taken`` lists addresses at which
+    they cannot meet, and gets the first one where they try to."""
+
+    def launch(config: MilesConfig, part: EnginePart, log_file: Path) -> EngineLaunch:
+        assert part.head is not None
+        assert part.num_nodes == 2
+        if not taken.exists():
+            taken.write_text(part.head)
+        options = {"--host": part.host, "--rank": part.node_rank, "--head": part.head}
+        options["--taken"] = str(taken)
+        words = [str(word) for pair in options.items() for word in pair]
+        return EngineLaunch(
+            arguments=("-c", SERVER, *words), environment={}, log_file=str(log_file)
+        )
+
+    return launch
+
+
+def test_an_engine_of_two_machines_lives_while_both_of_its_servers_do(
+    ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(engine_launch.LAUNCHERS, "sglang", parts_of_one(tmp_path / "taken"))
+    config = one_engine()
+    cluster = replace(config.cluster, rollout_num_gpus=2, rollout_num_gpus_per_engine=2)
+    rollout = replace(config.rollout, rollout_engine="sglang")
+    config = replace(config, cluster=cluster, rollout=rollout)
+    layout = plan_layout(config, with_engines=True, with_trainer=False)
+
+    async def run() -> None:
+        placement = await reserve(layout, 60)
+        machines = zip(placement.slots, ("127.0.0.2", "127.0.0.3"), strict=True)
+        apart = replace(placement, slots=tuple(replace(s, node_ip=ip) for s, ip in machines))
+        engines = EngineGroup(config, layout, apart, tmp_path / "logs")
+        try:
+            # The first port was taken, so this is the second start.
+            await engines.start()
+            assert engines.addresses.urls == ("http://127.0.0.2:0",)
+            old = await engines.pids()
+            assert await engines.find_dead() == []
+            assert old[1] is not None
+            psutil.Process(old[1]).kill()
+            assert await find_dead_soon(engines) == [0]
+            await engines.restart(0)
+            assert await engines.find_dead() == []
+            new = await engines.pids()
+            assert len(new) == 2
+            assert not set(old) & set(new)
+            assert not any(psutil.pid_exists(pid) for pid in old if pid is not None)
+        finally:
+            await engines.stop()
+            engines.kill()
+            placement.remove()
+
+    asyncio.run(asyncio.wait_for(run(), 150))
+    assert "already in use" in (tmp_path / "logs/engine_0.log").read_text()
+    assert (tmp_path / "logs/engine_0_node_1.log").exists()
 
 
 def one_engine(model: Path | None = None) -> MilesConfig:
@@ -95,7 +167,7 @@ def test_work_during_which_an_engine_ends_is_done_again_with_a_new_one(
 
     async def run() -> tuple[bool, int]:
         async with started(config, tmp_path) as engines:
-            supervisor = EngineSupervisor(engines, None, config.rollout, never)
+            supervisor = supervisor_of(engines, config)
 
             async def pause() -> None:
                 (url,) = engines.addresses.urls
@@ -125,7 +197,7 @@ def test_work_that_fails_by_itself_is_not_repeated(
 
     async def run() -> None:
         async with started(config, tmp_path) as engines:
-            supervisor = EngineSupervisor(engines, None, config.rollout, never)
+            supervisor = supervisor_of(engines, config)
 
             async def fail() -> None:
                 calls.append(1)
@@ -136,6 +208,10 @@ def test_work_that_fails_by_itself_is_not_repeated(
     with pytest.raises(JobError, match="out of memory"):
         asyncio.run(asyncio.wait_for(run(), 120))
     assert calls == [1]
+
+
+def supervisor_of(engines: EngineGroup, config: MilesConfig) -> EngineSupervisor:
+    return EngineSupervisor(engines, None, config.rollout, heal=never, connect=never)
 
 
 async def never() -> None:

@@ -1,10 +1,11 @@
 """``python -m miles.backends.embedded.server``: one engine process behind SGLang's HTTP protocol.
 
-It listens on loopback only, tells its URL through ``--ready-file`` once the model is loaded, and
-ends when ``--parent-pid`` does.
+It listens at one address, by default on loopback (it has no authentication), tells its URL through
+``--ready-file`` once the model is loaded, and ends when ``--parent-pid`` does.
 """
 
 import argparse
+import errno
 import gc
 import ipaddress
 import logging as std_logging
@@ -69,7 +70,7 @@ class Server(uvicorn.Server):
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--model-path", required=True, help="Hugging Face directory")
-    parser.add_argument("--host", default="127.0.0.1", help="a loopback address")
+    parser.add_argument("--host", default="127.0.0.1", help="an address of this machine")
     parser.add_argument("--port", type=int, default=0, help="0: a free one")
     parser.add_argument("--ready-file", type=Path, help="gets {url, pid} when the model is loaded")
     parser.add_argument("--dtype", default="auto", choices=["auto", *_DTYPES])
@@ -100,14 +101,18 @@ def _positive(text: str) -> int:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket on a loopback address; port 0 lets the kernel choose a free one."""
+    """A listening socket on one address of this machine; port 0 lets the kernel choose a free one.
+
+    Raises ``ValueError`` that names the flag.
+    """
     try:
         address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host.strip("[]"))
     except ValueError as error:
         raise ValueError(f"--host {host}: not an IP address") from error
-    if not address.is_loopback:
+    if address.is_unspecified:
         raise ValueError(
-            f"--host {host}: the engine has no authentication and binds to loopback only"
+            f"--host {host}: the engine has no authentication and does not listen on every "
+            "interface; name the address that its clients use"
         )
     family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
     # With the protocol named: asyncio turns Nagle off (40 ms a small answer) only where it is.
@@ -118,6 +123,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(2048)
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ValueError(f"--host {host}: not an address of this machine") from error
         raise ValueError(f"--port {port}: {error.strerror} (0 takes a free port)") from error
     return listener
 

@@ -64,6 +64,12 @@ def check(config: MilesConfig, given: Given, foreign: Sequence[Foreign]) -> Chec
     if package.problem() is not None:
         return Checked()  # ``rules.check`` has it.
     for_router = _with_prefix(foreign, ROUTER_PREFIX)
+    for_server = _with_prefix(foreign, SERVER_PREFIX)
+    if config.rollout.rollout_external and for_server:
+        remedy = (
+            "the engines of --rollout-external were launched with flags of their own; leave it out"
+        )
+        return Checked(problems=[Problem(flag.name, flag.value, remedy) for flag in for_server])
     if config.rollout.sglang_router_ip is not None:
         remedy = (
             "the router of --sglang-router-ip runs already, with flags of its own; leave it out"
@@ -72,7 +78,7 @@ def check(config: MilesConfig, given: Given, foreign: Sequence[Foreign]) -> Chec
         if problems:
             return Checked(problems=problems)
     try:
-        server = _read(config, _with_prefix(foreign, SERVER_PREFIX), surface.server)
+        server = _read(config, for_server, surface.server)
         router = _read(config, for_router, surface.router)
     except SurfaceError as error:
         remedy = f"the installed sglang {package.version()} cannot be imported: {error}"
@@ -119,7 +125,7 @@ def server_arguments(config: MilesConfig, index: int, num_engines: int) -> list[
     options: dict[str, object | None] = {
         "--model-path": rollout.hf_checkpoint,
         "--tp-size": config.cluster.rollout_num_gpus_per_engine,
-        "--dtype": _dtype(config),
+        "--dtype": engine_dtype(config),
         "--log-level": rollout.sglang_log_level.lower(),
         "--context-length": rollout.sglang_context_length,
         "--max-running-requests": rollout.sglang_max_running_requests,
@@ -303,9 +309,9 @@ def _given(options: Mapping[str, object | None]) -> list[str]:
     return [str(word) for pair in options.items() if pair[1] is not None for word in pair]
 
 
-def _dtype(config: MilesConfig) -> str:
-    """float16 under ``--fp16``, else the checkpoint's: SGLang's own default makes float16 of
-    float32."""
+def engine_dtype(config: MilesConfig) -> str:
+    """Of a job's engines: float16 under ``--fp16``, else the checkpoint's. SGLang's own default
+    makes float16 of float32."""
     if config.rollout.sglang_dtype != "auto":
         return config.rollout.sglang_dtype
     return "float16" if config.precision.fp16 else hf.dtype_name(str(config.rollout.hf_checkpoint))

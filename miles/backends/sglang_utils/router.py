@@ -1,6 +1,6 @@
 """``python -m miles.backends.sglang_utils.router``: one released SGLang router that has an owner.
 
-Like ``server.py`` it listens on loopback on a port that it holds, tells its URL through
+Like ``server.py`` it listens on a port that it holds, on loopback, tells its URL through
 ``--ready-file``, and ends when ``--parent-pid`` does. Its workers are registered afterwards.
 
 The router is a process of its own below this one: it never gives Python's lock back, so no thread
@@ -16,7 +16,8 @@ import signal
 from collections.abc import Sequence
 from typing import Any, cast
 
-from miles.backends.sglang_utils.server import HOST, follow_owner, hold_port, parse_args, run
+from miles.backends.sglang_utils.server import follow_owner, parse_args, run
+from miles.core.ports import hold_port, host_and_port
 
 PR_SET_PDEATHSIG = 1
 
@@ -25,17 +26,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Route until a failure; a signal or the parent's end ends both processes before that."""
     args, router_argv = parse_args(argv)
     # Metrics have a port of their own, and a fixed one would be another job's.
-    held = [hold_port(), hold_port()]
+    held = [hold_port(args.host), hold_port(args.host)]
     port, metrics_port = (str(each.getsockname()[1]) for each in held)
-    metrics = ["--prometheus-host", HOST, "--prometheus-port", metrics_port]
+    metrics = ["--prometheus-host", args.host, "--prometheus-port", metrics_port]
     above = os.getpid()
     # While there is but one thread.
     router = os.fork()
     if router == 0:
         end_with(above)
-        serve([*metrics, *router_argv, "--host", HOST, "--port", port])
+        serve([*metrics, *router_argv, "--host", args.host, "--port", port])
         os._exit(1)
-    follow_owner(args, f"http://{HOST}:{port}")
+    follow_owner(args, f"http://{host_and_port(args.host, int(port))}")
     os.waitpid(router, 0)
 
 

@@ -1,8 +1,11 @@
 """``python -m miles.backends.sglang_utils.server``: one released SGLang server that has an owner.
 
-It takes the arguments of ``sglang.launch_server`` but for host and port, listens on loopback on a
-port that it holds, tells its URL through ``--ready-file`` once it answers, and ends with all its
+It takes the arguments of ``sglang.launch_server`` but for the port, listens at ``--host`` on a port
+that it holds, tells its URL through ``--ready-file`` once it answers, and ends with all its
 processes when ``--parent-pid`` does or at SIGTERM.
+
+The process of a further node of an engine (``--node-rank`` above 0) serves no requests, but SGLang
+answers ``/health`` there too once its part of the model is loaded.
 
 SGLang starts its scheduler and detokenizer by importing this module anew, so it imports little.
 """
@@ -13,7 +16,6 @@ SGLang starts its scheduler and detokenizer by importing this module anew, so it
 import argparse
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -24,7 +26,8 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from types import TracebackType
 
-HOST = "127.0.0.1"
+from miles.core.ports import LOOPBACK, hold_port, host_and_port
+
 POLL_S = 0.2
 WATCH_INTERVAL_S = 0.5
 HEALTH_TIMEOUT_S = 30.0
@@ -36,18 +39,8 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--ready-file", type=Path, required=True, help="gets {url, pid}")
     parser.add_argument("--parent-pid", type=int, required=True, help="end when this process does")
+    parser.add_argument("--host", default=LOOPBACK, help="an address of this machine")
     return parser.parse_known_args(argv)
-
-
-def hold_port() -> socket.socket:
-    """A free port of every interface that nobody else is given while the socket lives.
-
-    It does not listen, so a server that sets SO_REUSEADDR (uvicorn, torch's store) binds it too.
-    """
-    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("", 0))
-    return held
 
 
 def answers(url: str) -> bool:
@@ -115,10 +108,10 @@ def follow_owner(args: argparse.Namespace, url: str) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve until a failure; a signal or the parent's end ends the process before that."""
     args, sglang_argv = parse_args(argv)
-    held = [hold_port(), hold_port()]
+    held = [hold_port(args.host), hold_port(args.host)]
     port, store_port = (each.getsockname()[1] for each in held)
-    follow_owner(args, f"http://{HOST}:{port}")
-    serve([*sglang_argv, "--host", HOST, "--port", str(port), "--nccl-port", str(store_port)])
+    follow_owner(args, f"http://{host_and_port(args.host, port)}")
+    serve([*sglang_argv, "--host", args.host, "--port", str(port), "--nccl-port", str(store_port)])
 
 
 def serve(sglang_argv: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from miles.config.errors import Problem
 from miles.config.root import MilesConfig
 from miles.config.rules.applies import APPLIES_CHECKS
 from miles.config.rules.conflicts import CONFLICT_CHECKS
+from miles.config.rules.external import EXTERNAL_CHECKS
 from miles.config.rules.lengths import LENGTH_CHECKS
 from miles.config.rules.notes import notes
 from miles.config.rules.problems import Check, Given
@@ -19,6 +20,7 @@ CHECK: tuple[Check, ...] = (
     *APPLIES_CHECKS,
     *LENGTH_CHECKS,
     *CONFLICT_CHECKS,
+    *EXTERNAL_CHECKS,
 )
 
 

@@ -90,6 +90,22 @@ APPLIES: tuple[Applies, ...] = (
         lambda c: c.rollout.rollout_health_check_interval > 0,
         "with a --rollout-health-check-interval above 0",
     ),
+    Applies(
+        ("rollout_external_engine_addrs",),
+        lambda c: c.rollout.rollout_external,
+        "with --rollout-external",
+    ),
+    Applies(
+        (
+            "rollout_num_gpus",
+            "sglang_max_running_requests",
+            "sglang_max_total_tokens",
+            "sglang_mem_fraction_static",
+            "sglang_log_level",
+        ),
+        lambda c: not c.rollout.rollout_external,
+        "to engines that Miles starts; those of --rollout-external were launched with their own",
+    ),
     # Reward.
     Applies(
         ("rm_url",),
@@ -241,6 +257,8 @@ APPLIES: tuple[Applies, ...] = (
             "rollout_num_gpus",
             "rollout_num_gpus_per_engine",
             "rollout_engine",
+            "rollout_external",
+            "rollout_external_engine_addrs",
             "rollout_temperature",
             "rollout_top_p",
             "rollout_top_k",
@@ -290,9 +308,11 @@ def offload_needs_colocation(config: MilesConfig, given: Given) -> list[Problem]
     """Nobody has to leave a device that is not shared."""
     if config.cluster.colocate:
         return []
+    offload, external = config.offload, config.rollout.rollout_external
     asked = (
-        ("offload_train", config.offload.offload_train),
-        ("offload_rollout", config.offload.offload_rollout),
+        ("offload_train", offload.offload_train),
+        # Of engines launched elsewhere another rule speaks.
+        ("offload_rollout", offload.offload_rollout and not external),
     )
     remedy = "applies only with --colocate: without it, trainer and engines share no device"
     return [problem(config, dest, remedy=remedy) for dest, value in asked if value]

@@ -56,6 +56,7 @@ ANY = Range()
 RANGES: dict[str, Range] = {
     "actor_num_nodes": COUNT,
     "actor_num_gpus_per_node": COUNT,
+    "num_gpus_per_node": COUNT,
     "rollout_num_gpus": COUNT,
     "rollout_num_gpus_per_engine": COUNT,
     "distributed_timeout_minutes": COUNT,

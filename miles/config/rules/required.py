@@ -53,6 +53,8 @@ def engines_have_gpus(config: MilesConfig, given: Given) -> list[Problem]:
     """Engines sit on GPUs of their own or share the trainer's."""
     if config.cluster.rollout_num_gpus is not None or not needs_engines(config):
         return []
+    if config.rollout.rollout_external:
+        return []  # They bring theirs.
     remedy = "is required: GPUs for the engines (or --colocate, to share the trainer's)"
     return [problem(config, "rollout_num_gpus", remedy=remedy)]
 

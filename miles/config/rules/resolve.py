@@ -22,6 +22,15 @@ def engines_share_the_trainers_gpus(config: MilesConfig) -> MilesConfig:
     return replace(config, cluster=replace(config.cluster, rollout_num_gpus=ranks))
 
 
+def external_engines_bring_their_gpus(config: MilesConfig) -> MilesConfig:
+    """With --rollout-external the engines are those of the addresses, each of the same size."""
+    cluster, engines = config.cluster, len(config.rollout.rollout_external_engine_addrs)
+    if not config.rollout.rollout_external or not engines:
+        return config
+    gpus = engines * cluster.rollout_num_gpus_per_engine
+    return replace(config, cluster=replace(cluster, rollout_num_gpus=gpus))
+
+
 def colocated_sides_take_turns(config: MilesConfig) -> MilesConfig:
     """Both sides leave the device in the other's phase with --colocate, and stay without."""
     offload, colocate = config.offload, config.cluster.colocate
@@ -119,6 +128,7 @@ def one_sample_has_no_deviation(config: MilesConfig) -> MilesConfig:
 
 RESOLVE: tuple[Resolve, ...] = (
     engines_share_the_trainers_gpus,
+    external_engines_bring_their_gpus,
     colocated_sides_take_turns,
     upper_clip_is_the_lower,
     steps_divide_the_rollout,

@@ -13,7 +13,7 @@ from miles.config.root import MilesConfig
 from miles.contracts.engine import EngineError
 from miles.core import logging
 from miles.ray.errors import JobError, call, kill
-from miles.ray.rollout.engine_factory import EngineHolder
+from miles.ray.rollout.engine_holder import EngineHolder
 from miles.ray.rollout.engine_launch import router_launch
 from miles.rollout.engine_client import http_url
 from miles.rollout.router_client import RouterClient
@@ -26,7 +26,8 @@ REGISTER_TIMEOUT_S = 60.0
 class Router:
     """Sends every request of the job to one of the engines that were registered here.
 
-    Its process is where the driver is: engines serve one machine. Failures are ``JobError``.
+    Its process is where the driver is, and so the rollout manager, which alone sends requests.
+    Failures are ``JobError``.
     """
 
     def __init__(self, config: MilesConfig, log_dir: Path) -> None:

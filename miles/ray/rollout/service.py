@@ -18,7 +18,7 @@ class RolloutService:
     """Starts the manager's actor and calls it."""
 
     def __init__(self, config: MilesConfig) -> None:
-        # Where the driver is: it reads the same files, and reaches engines that serve one machine.
+        # Where the driver is: it reads the same files, and reaches a router on loopback.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"num_cpus": 0, "scheduling_strategy": here}
         self._user_code = user_code(config)

@@ -2,40 +2,42 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from miles.config.rollout import RolloutConfig
 from miles.core import logging
 from miles.ray.errors import JobError
-from miles.ray.rollout.engine_factory import EngineGroup
+from miles.ray.rollout.engines import Engines, find_dead_soon
 from miles.ray.rollout.router import Router
 
 logger = logging.get(__name__)
 
 POLL_S = 1.0
-MAX_RESTARTS = 8
 
 
 class EngineSupervisor:
     """Replaces engines whose process ended or that no longer answer.
 
-    A new engine starts from the checkpoint's weights, so ``heal`` (weight sync, then telling the
-    pool) runs before it serves. Requests of the old one wait in the pool meanwhile.
+    A new engine, or one that is back, has not the trainer's weights, so ``heal`` (weight sync, then
+    ``connect``) runs before it serves. ``connect`` tells router and pool which engines there are.
+    Requests of a lost one wait in the pool meanwhile, or go to others.
     """
 
     def __init__(
         self,
-        engines: EngineGroup,
+        engines: Engines,
         router: Router | None,
         options: RolloutConfig,
+        *,
         heal: Callable[[], Awaitable[None]],
+        connect: Callable[[], Awaitable[None]],
     ) -> None:
         self._engines = engines
         self._router = router
         self._options = options
         self._heal = heal
-        self._restarts = 0
+        self._connect = connect
         self._last_probe = time.monotonic()
 
     async def watch[T](self, work: Coroutine[Any, Any, T]) -> T:
@@ -47,9 +49,11 @@ class EngineSupervisor:
                 if done:
                     return task.result()
                 failed = await self._failed()
-                if failed:
-                    await self._restart(failed)
+                new = await self._replace(failed)
+                if await self._engines.readmit() or new:
                     await self.with_all_engines(self._heal)
+                elif failed:
+                    await self._connect()
         finally:
             task.cancel()
 
@@ -57,24 +61,25 @@ class EngineSupervisor:
         """Do ``work``, which needs every engine and gives them weights: replace those that have
         ended before, and when it fails because one ended or hangs, replace that and do it again.
 
-        Returns whether any was replaced: the caller tells the pool.
+        Returns whether the engines are others now: the caller connects.
         """
-        failed, replaced = await self._engines.find_dead(), False
+        failed = await self._engines.find_dead()
+        changed = await self._engines.readmit()
         while True:
-            await self._restart(failed)
-            replaced = replaced or bool(failed)
+            await self._replace(failed)
+            changed = changed or bool(failed)
             try:
                 await work()
             except JobError as error:
                 failed = await self._failed_after_error()
                 if not failed:
                     raise
-                logger.warning("%s; once more with new engines", error)
+                logger.warning("%s; once more with the engines that there are then", error)
             else:
-                return replaced
+                return changed
 
     async def _failed_after_error(self) -> list[int]:
-        dead = await self._engines.find_dead_soon()
+        dead = await find_dead_soon(self._engines)
         if dead:
             return dead
         return await self._engines.find_hung(self._options.rollout_health_check_timeout)
@@ -89,17 +94,10 @@ class EngineSupervisor:
         self._last_probe = time.monotonic()
         return await self._engines.find_unhealthy(self._options.rollout_health_check_timeout)
 
-    async def _restart(self, positions: list[int]) -> None:
+    async def _replace(self, failed: Sequence[int]) -> bool:
+        """Whether there are engines now that have not the trainer's weights."""
         if self._router is not None:
-            # All of them first: a restart takes a while, in which no request should go there.
-            for index in positions:
-                await self._router.remove(self._engines.addresses.urls[index])
-        for index in positions:
-            self._restarts += 1
-            if self._restarts > MAX_RESTARTS:
-                raise JobError(
-                    f"engine {index} ended again after {MAX_RESTARTS} restarts in this run; its "
-                    f"log: {self._engines.log_file(index)}"
-                )
-            logger.warning("engine %d ended or hangs: restarting it", index)
-            await self._engines.restart(index)
+            # Before anything else: a restart takes a while, in which no request should go there.
+            for index in failed:
+                await self._router.remove(self._engines.url(index))
+        return await self._engines.replace(failed) if failed else False

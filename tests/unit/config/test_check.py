@@ -9,7 +9,7 @@ import pytest
 
 from miles.config.flags import flag_specs
 from miles.config.root import MilesConfig
-from miles.config.rules import CHECK, check, lengths, ranges, required
+from miles.config.rules import CHECK, check, external, lengths, ranges, required
 from miles.config.rules import conflicts as conflict
 from miles.config.rules.applies import (
     APPLIES,
@@ -25,6 +25,7 @@ EVAL = ("--eval-prompt-data", "a", "a.jsonl", "--eval-interval", "1")
 SFT = ("--loss-type", "sft_loss")
 NOT_SFT = ("--rm-type", "--n-samples-per-prompt", "--rollout-max-response-len")
 NOT_SFT = (*NOT_SFT, "--rollout-num-gpus")
+EXTERNAL = ("--rollout-external", "--rollout-external-engine-addrs", "a.b:1", "[::1]:2")
 REINFORCE = ("--advantage-estimator", "reinforce_plus_plus")
 
 CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
@@ -313,6 +314,31 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
         ("--save", "runs/a", "--ref-load", "runs/b/../a", "--use-kl-loss"),
         (),
     ),
+    (external.addresses_are_given, "--rollout-external-engine-addrs", ("--rollout-external",), ()),
+    (
+        external.addresses_are_complete,
+        "--rollout-external-engine-addrs",
+        (*EXTERNAL, "http://c:3"),
+        (),
+    ),
+    (
+        external.addresses_are_complete,
+        "--rollout-external-engine-addrs",
+        (*EXTERNAL, "a.b:1"),
+        (),
+    ),
+    (
+        external.external_engines_keep_their_devices,
+        "--rollout-external, --colocate",
+        (*EXTERNAL, "--colocate"),
+        (),
+    ),
+    (
+        external.external_engines_keep_their_devices,
+        "--rollout-external, --offload-rollout",
+        (*EXTERNAL, "--offload-rollout"),
+        (),
+    ),
     (
         conflict.engines_answer_before_ranks_give_up,
         "--update-weight-timeout-s, --distributed-timeout-minutes",
@@ -377,6 +403,15 @@ def test_a_sensible_run_has_no_problem(resolved: Resolved, argv: tuple[str, ...]
     assert check(*resolved(*argv)) == []
 
 
+def test_engines_launched_elsewhere_need_no_gpus_of_the_job(resolved: Resolved) -> None:
+    config, given = resolved(
+        *EXTERNAL, "--rollout-num-gpus-per-engine", "4", without=("--rollout-num-gpus",)
+    )
+    assert check(config, given) == []
+    assert config.cluster.rollout_num_gpus == 8
+    assert given >= {"rollout_external", "rollout_external_engine_addrs"}
+
+
 def test_a_supervised_run_needs_neither_engines_nor_rewards(resolved: Resolved) -> None:
     assert check(*resolved(*SFT, without=NOT_SFT)) == []
 
@@ -399,6 +434,10 @@ def test_a_context_within_the_budget_is_fine_whatever_the_response_length(
     assert check(*resolved(*budget, *argv)) == []
 
 
+OF_LAUNCHED_ENGINES = next(
+    row.dests for row in APPLIES if "sglang_log_level" in row.dests and "rm_type" not in row.dests
+)
+
 # What makes the condition of a row of APPLIES false; a valid command line does for the others.
 SPOILS: dict[str, tuple[str, ...]] = {
     "micro_batch_size": ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "99"),
@@ -406,6 +445,7 @@ SPOILS: dict[str, tuple[str, ...]] = {
     "grpo_std_normalization": (*REINFORCE, "--normalize-advantages"),
     "rewards_normalization": (*REINFORCE, "--normalize-advantages"),
     "update_weight_transfer_mode": ("--colocate",),
+    **dict.fromkeys(OF_LAUNCHED_ENGINES, EXTERNAL),
 }
 ROWS = [(number, dest) for number, row in enumerate(APPLIES) for dest in row.dests]
 

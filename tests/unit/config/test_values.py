@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import pytest
 
-from miles.config.values import Invalid, convert, convert_items, did_you_mean
+from miles.config.values import Invalid, convert, convert_items, did_you_mean, split_address
 
 Word = Literal["grpo", "gspo"]
 
@@ -61,6 +61,25 @@ def test_items_are_converted_each_and_the_first_bad_one_is_named() -> None:
 def test_near_words_are_suggested_and_far_ones_are_not() -> None:
     assert did_you_mean("--colocte", ["--colocate", "--save"]) == "did you mean --colocate?"
     assert did_you_mean("--zzz", ["--colocate", "--save"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("10.0.0.1:30000", ("10.0.0.1", 30000)),
+        ("node-1.example.org:1", ("node-1.example.org", 1)),
+        ("[fd00::1]:65535", ("[fd00::1]", 65535)),
+        ("http://10.0.0.1:30000", None),
+        ("10.0.0.1", None),
+        ("10.0.0.1:0", None),
+        ("10.0.0.1:65536", None),
+        ("fd00::1:30000", None),
+        (":30000", None),
+        ("a:1/", None),
+    ],
+)
+def test_an_address_is_a_host_and_a_port(text: str, expected: tuple[str, int] | None) -> None:
+    assert split_address(text) == expected
 
 
 def test_a_slip_in_a_synonym_leads_to_the_word_that_it_stands_for() -> None:

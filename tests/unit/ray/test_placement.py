@@ -2,9 +2,20 @@
 
 from dataclasses import replace
 
+import pytest
+from ray.util.placement_group import PlacementGroup
+
 from miles.config.cluster import ClusterConfig
 from miles.config.root import MilesConfig
-from miles.ray.placement import Slot, plan_layout, slot_order
+from miles.ray.errors import JobError
+from miles.ray.placement import (
+    Layout,
+    Placement,
+    Slot,
+    plan_layout,
+    require_whole_machines,
+    slot_order,
+)
 
 
 def config(**cluster: object) -> MilesConfig:
@@ -44,3 +55,50 @@ def test_device_ids_and_node_addresses_are_ordered_as_numbers() -> None:
     ordered = sorted([other, *ids], key=slot_order)
     assert [s.device_id for s in ordered[:5]] == [0, 1, 2, 10, 11]
     assert ordered[5] is other
+
+
+def placed(*nodes: str) -> Placement:
+    slots = tuple(Slot(bundle=i, node_ip=ip, device_id=None) for i, ip in enumerate(nodes))
+    return Placement(group=PlacementGroup.empty(), slots=slots, on_gpu=True)
+
+
+A, B = "10.0.0.1", "10.0.0.2"
+
+
+def test_slots_are_told_by_machine() -> None:
+    placement = placed(A, A, A, B, B)
+    assert placement.by_machine((1, 2, 3, 4)) == [(A, (1, 2)), (B, (3, 4))]
+    assert placement.describe() == f"{A} has slots 0-2; {B} has slots 3-4"
+    assert not placement.is_all_on(A)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks_per_node", "train", "engines"),
+    [
+        ((A, A, A, A), 2, (0, 1), ((2, 3),)),
+        ((A, A, B, B), 2, (0, 1, 2, 3), ()),
+        ((A, A, B, B), 2, (0, 1), ((2,), (3,))),
+        # Half of the engine on each machine.
+        ((A, A, B, B), 8, (), ((0, 1, 2, 3),)),
+        # Two nodes' ranks on one machine are no worse than on two.
+        ((A, A, A, A), 2, (0, 1, 2, 3), ()),
+    ],
+)
+def test_layouts_that_machines_can_hold(
+    nodes: tuple[str, ...],
+    ranks_per_node: int,
+    train: tuple[int, ...],
+    engines: tuple[tuple[int, ...], ...],
+) -> None:
+    layout = Layout(num_slots=len(nodes), train_slots=train, engine_slots=engines)
+    require_whole_machines(layout, placed(*nodes), ranks_per_node)
+
+
+def test_everything_that_is_torn_apart_is_named_with_the_layout_that_was_found() -> None:
+    layout = Layout(num_slots=6, train_slots=(0, 1), engine_slots=((2, 3, 4, 5),))
+    with pytest.raises(JobError) as caught:
+        require_whole_machines(layout, placed(A, B, B, B, B, "10.0.0.3"), 2)
+    message = str(caught.value)
+    assert f"{A} has slot 0; {B} has slots 1-4; 10.0.0.3 has slot 5" in message
+    assert "trainer ranks 0-1 (slots 0-1)" in message
+    assert "engine 0 (slots 2-5, --rollout-num-gpus-per-engine) would be divided 3 + 1" in message

@@ -107,6 +107,14 @@ def test_flags_for_a_router_that_runs_already_are_refused(monkeypatch: pytest.Mo
     assert "runs already" in found.remedy
 
 
+def test_flags_for_engines_that_run_already_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, sglang=True)
+    config = job("sglang", rollout_external=True, rollout_external_engine_addrs=("10.0.0.1:3000",))
+    (found,) = check(config, frozenset(), flags("--sglang-page-size", "16")).problems
+    assert found.flag == "--sglang-page-size"
+    assert "launched with flags of their own" in found.remedy
+
+
 def test_the_router_waits_for_a_request_as_long_as_the_job_does() -> None:
     config = job("sglang", rollout_request_timeout_s=90.5, sglang_log_level="WARNING")
     assert router_arguments(replace(config, router_argv=("--policy", "random"))) == [

@@ -1,37 +1,11 @@
-"""The port that a server holds until it listens there itself."""
+"""The command line of a server process that has an owner."""
 
-import socket
-
-import pytest
-
-from miles.backends.sglang_utils.server import hold_port, parse_args
-
-
-def test_a_held_port_is_given_to_nobody_but_a_server_that_reuses_addresses() -> None:
-    with hold_port() as held:
-        port = held.getsockname()[1]
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(("127.0.0.1", port))
-        with (
-            socket.create_server(("127.0.0.1", port)) as server,
-            socket.create_connection(server.getsockname()[:2], timeout=5) as client,
-        ):
-            assert client.getpeername()[1] == port
-
-
-def test_a_held_port_is_not_one_of_those_that_the_system_hands_out() -> None:
-    held = [hold_port() for _ in range(50)]
-    taken = {each.getsockname()[1] for each in held}
-    given = [socket.create_server(("127.0.0.1", 0)) for _ in range(50)]
-    assert len(taken) == 50
-    assert taken.isdisjoint(each.getsockname()[1] for each in given)
-    for each in [*held, *given]:
-        each.close()
+from miles.backends.sglang_utils.server import parse_args
 
 
 def test_what_is_not_ours_is_sglangs() -> None:
     ours, theirs = parse_args(
         ["--ready-file", "r", "--parent-pid", "7", "--tp-size", "2", "--sleep-on-idle"]
     )
-    assert (str(ours.ready_file), ours.parent_pid) == ("r", 7)
+    assert (str(ours.ready_file), ours.parent_pid, ours.host) == ("r", 7, "127.0.0.1")
     assert theirs == ["--tp-size", "2", "--sleep-on-idle"]
