@@ -63,6 +63,8 @@ class Benchmark:
     """Steps that count."""
     max_tokens_per_gpu: int = 16_384
     """Tokens of a forward pass of the trainer."""
+    plain: bool = True
+    """Measure plain SGLang too, which starts one more server."""
     flags: str = ""
     """More flags of train.py, as on the command line."""
     folder: Path = Path("runs/benchmark/line")
@@ -190,7 +192,9 @@ def copy_bandwidth() -> dict[str, float]:
     return rates
 
 
-def summary(options: Benchmark, found: Mapping[str, float], plain: float) -> dict[str, float]:
+def summary(
+    options: Benchmark, found: Mapping[str, float], plain: float | None
+) -> dict[str, float]:
     """What the table shows."""
     step, train = found["perf/step_time"], found["perf/train_time"]
     tokens = options.num_prompts * options.num_samples * options.response_length
@@ -207,8 +211,7 @@ def summary(options: Benchmark, found: Mapping[str, float], plain: float) -> dic
         "neither generating nor training, %": 100
         * (1 - (found["perf/generate_time"] + train) / step),
         "rollout, tokens/s": rollout,
-        "plain SGLang, tokens/s": plain,
-        "rollout / plain": rollout / plain,
+        **({} if plain is None else {"plain SGLang, tokens/s": plain, "/ plain": rollout / plain}),
         "mean log-prob difference": found["train/train_rollout_logprob_abs_diff"],
     }
 
@@ -222,7 +225,7 @@ def main(options: Benchmark) -> None:
     model = make_model(options.folder / options.shape, SHAPES[options.shape])
     argv = [*to_argv(flags_of(options, model)), *options.flags.split()]
     found = run_miles(options, argv)
-    shown = summary(options, found, run_plain(options, argv))
+    shown = summary(options, found, run_plain(options, argv) if options.plain else None)
     rates = copy_bandwidth()
     title = f"{options.shape}, {options.train_backend}, colocated"
     table = Table("", "median", title=title)

@@ -174,9 +174,8 @@ def check_machines(config: MilesConfig) -> list[Problem]:
     problems = machines.fit_machines(config)
     if not problems:
         return []
-    from miles.core import (
-        device,
-    )  # Takes torch's seconds, which a command line that fits is spared.
+    # It takes torch's seconds, which a command line that fits is spared.
+    from miles.core import device
 
     return problems if device.has_accelerator() else []
 
