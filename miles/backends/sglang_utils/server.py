@@ -116,9 +116,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def serve(sglang_argv: Sequence[str]) -> None:
     """What ``python -m sglang.launch_server`` does."""
-    if "--enable-memory-saver" in sglang_argv:
-        # Without it graphs keep their memory whatever is released.
-        os.environ.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
