@@ -195,11 +195,21 @@ def read_chat_template(path: str) -> str:
 
 def stated_context_length(path: str) -> int | None:
     """``context_length`` as far as ``config.json`` itself states it."""
-    values = read_config(path)
-    text = values.get("text_config")
-    values = text if isinstance(text, dict) else values
+    values = _stated_text_config(path)
     length = values.get("max_position_embeddings", values.get("n_positions"))
     return length if isinstance(length, int) else None
+
+
+def stated_vocabulary_size(path: str) -> int | None:
+    """``vocabulary_size`` as far as ``config.json`` itself states it."""
+    size = _stated_text_config(path).get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def _stated_text_config(path: str) -> dict[str, Any]:
+    values = read_config(path)
+    text = values.get("text_config")
+    return text if isinstance(text, dict) else values
 
 
 def context_length(config: Any) -> int | None:

@@ -20,10 +20,10 @@ from miles.contracts.hooks import (
     Generator,
     RolloutOutput,
 )
-from miles.contracts.types import Group
+from miles.contracts.types import Group, Status
 from miles.core import logging
 from miles.rollout.backlog import Backlog, Work
-from miles.rollout.rewards.score import score
+from miles.rollout.rewards.score import RewardError, describe, score
 from miles.rollout.steps import (
     MAX_TRIES,
     GenerationError,
@@ -85,6 +85,9 @@ class _Run:
     finished: list[Group] = field(default_factory=list[Group])
     """Kept or not, for the hook that sees all."""
     counts: Counter[str] = field(default_factory=Counter[str])
+    num_scored: int = 0
+    reward_errors: list[Exception] = field(default_factory=list[Exception])
+    """One for each sample that counts as --rm-default."""
     aborts: Counter[int] = field(default_factory=Counter[int])
     """By group: how often something else than this rollout aborted it."""
     dropped_in_row: int = 0
@@ -117,7 +120,8 @@ class Collector:
         """Return a batch of scored groups, in order of ``group_id``.
 
         Raises ``GenerationError`` when a group cannot be generated, ``ConfigError`` when the
-        filter keeps nothing; the collector is then as it was before the call.
+        filter keeps nothing, ``RewardError`` when nothing could be scored; the collector is then
+        as it was before the call.
         """
         self._state_before = self._backlog.state_dict()
         run = _Run(rollout_id, _Gate(self._engines))
@@ -125,6 +129,7 @@ class Collector:
         try:
             await self._fill(run)
             await self._stop(run)
+            self._require_rewards(run)
             complete = True
         finally:
             before, self._state_before = self._state_before, None
@@ -190,7 +195,8 @@ class Collector:
         context = seeded(context, run.rollout_id)
         work.group = await generate_group(self._steps, work.prompt, context)
         if not work.aborted and not run.gate.closed:
-            run.counts["reward_failed"] += await score(work.group, self._steps.reward)
+            run.num_scored += sum(s.status is not Status.FAILED for s in work.group)
+            run.reward_errors += await score(work.group, self._steps.reward)
 
     def _settle(self, run: _Run, work: Work) -> None:
         """Keep a group, drop it, or give it back."""
@@ -246,12 +252,25 @@ class Collector:
         for work in run.tasks.values():
             self._backlog.give_back(work)
 
+    def _require_rewards(self, run: _Run) -> None:
+        """One response that has no reward counts as --rm-default. When all are so, there is nothing
+        to learn from, and the reward itself is broken."""
+        errors = run.reward_errors
+        if not errors or len(errors) < run.num_scored:
+            return
+        path = self._config.hooks.custom_rm_path
+        flag = f"--custom-rm-path {path}" if path else f"--rm-type {self._config.reward.rm_type}"
+        raise RewardError(
+            f"none of {run.num_scored} responses got a reward ({flag}): {describe(errors[-1])}"
+        )
+
     def _output(self, run: _Run) -> RolloutOutput:
         run.kept.sort(key=lambda group: group[0].group_id)
         if self._steps.sample_filter is not None:
             self._steps.sample_filter(run.kept, self._config)
         if self._steps.all_samples_process is not None:
             self._steps.all_samples_process(run.finished, self._config)
+        run.counts["reward_failed"] = len(run.reward_errors)
         metrics = {f"rollout/{name}": float(count) for name, count in run.counts.items()}
         return RolloutOutput(groups=run.kept, metrics=metrics)
 

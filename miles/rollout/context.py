@@ -1,5 +1,6 @@
-"""The most tokens of prompt and response together: what the flags say and what the model allows."""
+"""What the model allows: the most tokens of prompt and response together, and which token ids."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from miles.config.derived import needs_engines
@@ -17,11 +18,25 @@ WITHIN_THE_CONTEXT = (
 
 
 def check(config: MilesConfig) -> list[Problem]:
+    """Lengths and token ids that the model does not have."""
+    return [*_lengths(config), *_stop_ids(config)]
+
+
+def _stop_ids(config: MilesConfig) -> list[Problem]:
+    size = _stated(config, hf.stated_vocabulary_size)
+    unknown = [token for token in config.rollout.rollout_stop_token_ids if size and token >= size]
+    if not unknown:
+        return []
+    remedy = f"the model has no token {unknown[0]}: its ids go from 0 to {(size or 0) - 1}"
+    return [problem(config, "rollout_stop_token_ids", remedy=remedy)]
+
+
+def _lengths(config: MilesConfig) -> list[Problem]:
     """Lengths that engines cannot serve, because the model has fewer positions.
 
     Without a flag for the context it is the model's, so that prompts and responses have to fit too.
     """
-    length, rollout = _positions(config), config.rollout
+    length, rollout = _stated(config, hf.stated_context_length), config.rollout
     if length is None or not needs_engines(config):
         return []
     if rollout.sglang_context_length is not None and rollout.rollout_engine != "embedded":
@@ -51,10 +66,10 @@ def with_context_length(config: MilesConfig) -> MilesConfig:
     return replace(config, rollout=replace(rollout, rollout_max_context_len=length))
 
 
-def _positions(config: MilesConfig) -> int | None:
+def _stated(config: MilesConfig, ask: Callable[[str], int | None]) -> int | None:
     """``None`` where the config does not state it, or cannot be read, which has its own rule."""
     path = config.rollout.hf_checkpoint
     try:
-        return None if path is None else hf.stated_context_length(path)
+        return None if path is None else ask(path)
     except hf.CheckpointDirError:
         return None

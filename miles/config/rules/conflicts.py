@@ -275,6 +275,14 @@ def engines_answer_before_ranks_give_up(config: MilesConfig, given: Given) -> li
     return [problem(config, *dests, remedy=remedy)]
 
 
+def answers_are_not_the_questions(config: MilesConfig, given: Given) -> list[Problem]:
+    """A response that is compared with its own prompt is never right."""
+    if config.data.label_key != config.data.input_key:
+        return []
+    remedy = "the label is what a response is compared with, not the prompt; name another key"
+    return [problem(config, "label_key", "input_key", remedy=remedy)]
+
+
 CONFLICT_CHECKS: tuple[Check, ...] = (
     steps_match_the_batch,
     engines_fit_their_gpus,
@@ -294,4 +302,5 @@ CONFLICT_CHECKS: tuple[Check, ...] = (
     exports_replace_only_exports,
     reference_is_not_overwritten,
     engines_answer_before_ranks_give_up,
+    answers_are_not_the_questions,
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
@@ -109,8 +110,12 @@ def reward_key(config: MilesConfig, evaluation: bool) -> str | None:
     return config.reward.reward_key
 
 
-async def score(group: Group, reward: Reward, *, evaluation: bool = False) -> int:
-    """Fill in ``Sample.reward`` and return how many samples got ``--rm-default`` instead.
+class RewardError(RuntimeError):
+    """No response at all could be scored."""
+
+
+async def score(group: Group, reward: Reward, *, evaluation: bool = False) -> list[Exception]:
+    """Fill in ``Sample.reward``; an error for each sample that got ``--rm-default`` instead.
 
     A reward that the generate function has set stays, when it is a number. Failed samples are not
     scored; they get the default too, so that no ``None`` is left. Raises ``ConfigError`` when no
@@ -123,11 +128,11 @@ async def score(group: Group, reward: Reward, *, evaluation: bool = False) -> in
             sample.reward = reward.config.reward.rm_default
     if reward.config.reward.group_rm:
         return await _score_together(todo, reward, key)
-    failures = await asyncio.gather(*(_score_one(s, reward, key) for s in todo))
-    return sum(failures)
+    results = await asyncio.gather(*(_score_one(s, reward, key) for s in todo))
+    return [error for error in results if error is not None]
 
 
-async def _score_one(sample: Sample, reward: Reward, key: str | None) -> bool:
+async def _score_one(sample: Sample, reward: Reward, key: str | None) -> Exception | None:
     async def call() -> float | dict[str, Any]:
         given = sample.reward if sample.reward is not None else await reward.of_sample(sample)
         return _checked(given, key)
@@ -135,12 +140,12 @@ async def _score_one(sample: Sample, reward: Reward, key: str | None) -> bool:
     result = await _with_retries(call, reward.config)
     if isinstance(result, Exception):
         _give_default([sample], result, reward.config)
-        return True
+        return result
     sample.reward = result
-    return False
+    return None
 
 
-async def _score_together(group: Group, reward: Reward, key: str | None) -> int:
+async def _score_together(group: Group, reward: Reward, key: str | None) -> list[Exception]:
     async def call() -> Sequence[Any]:
         rewards = await reward.of_group(group)
         if not isinstance(rewards, Sequence) or len(rewards) != len(group):
@@ -148,19 +153,19 @@ async def _score_together(group: Group, reward: Reward, key: str | None) -> int:
         return rewards
 
     if not group:
-        return 0
+        return []
     result = await _with_retries(call, reward.config)
     if isinstance(result, Exception):
         _give_default(group, result, reward.config)
-        return len(group)
-    num_failed = 0
+        return [result] * len(group)
+    errors: list[Exception] = []
     for sample, value in zip(group, result, strict=True):
         try:
             sample.reward = _checked(value, key)
         except ValueError as error:
             _give_default([sample], error, reward.config)
-            num_failed += 1
-    return num_failed
+            errors.append(error)
+    return errors
 
 
 async def _with_retries[T](call: Callable[[], Awaitable[T]], config: MilesConfig) -> T | Exception:
@@ -193,7 +198,14 @@ def _give_default(group: Group, error: Exception, config: MilesConfig) -> None:
     for sample in group:
         sample.reward = default
         log.warning(
-            "sample %d of prompt %d: no reward (--rm-max-retries %d; %s: %s); it counts as %g",
+            "sample %d of prompt %d: no reward (--rm-max-retries %d; %s); it counts as %g",
             *(sample.index, sample.group_id, config.reward.rm_max_retries),
-            *(type(error).__name__, error, default),
+            *(describe(error), default),
         )
+
+
+def describe(error: BaseException) -> str:
+    """An error of user code, and the line that it comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"

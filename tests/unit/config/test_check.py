@@ -105,6 +105,12 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
     (offload_needs_colocation, "--offload-train", ("--offload-train",), ()),
     (offload_needs_colocation, "--offload-rollout", ("--offload-rollout",), ()),
     (
+        conflict.answers_are_not_the_questions,
+        "--label-key, --input-key",
+        ("--label-key", "input"),
+        (),
+    ),
+    (
         conflict.steps_match_the_batch,
         "--num-steps-per-rollout",
         ("--num-steps-per-rollout", "3"),

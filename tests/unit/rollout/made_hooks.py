@@ -45,3 +45,13 @@ async def many_calls(prompt: Prompt, context: GenerateContext) -> list[Sample]:
         if is_open(samples[0]):
             break
     return samples
+
+
+down: set[int] = set()
+"""Indices of samples whose judge does not answer."""
+
+
+def reward_unless_down(sample: Sample, config: MilesConfig) -> float:
+    if sample.index in down:
+        raise ConnectionError("the judge is down")
+    return 1.0

@@ -12,6 +12,7 @@ from miles.contracts.types import Status
 from miles.rollout import collect as collect_module
 from miles.rollout import steps
 from miles.rollout.collect import Collector
+from miles.rollout.rewards.score import RewardError
 from tests.unit.rollout import made_hooks
 from tests.unit.rollout.scripted import ListSource, ScriptedEngines, made_config
 
@@ -238,6 +239,23 @@ def test_a_filter_that_keeps_nothing_stops_the_rollout_with_its_name(
     with pytest.raises(ConfigError, match=r"drop_all.*dropped 20 groups in a row"):
         asyncio.run(collector.collect(0))
     assert len(engines.requests) == 20
+
+
+def test_a_rollout_without_any_reward_stops_and_can_be_collected_again(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collector, _ = collector_of(
+        tokenizer, lambda text, request: "x<eos>", custom_rm_path=f"{HOOKS}.reward_unless_down"
+    )
+    monkeypatch.setattr(made_hooks, "down", {0, 1, 2, 3})
+    says = r"none of 4 responses got a reward \(--custom-rm-path .*judge is down \(.*made_hooks.py:"
+    with pytest.raises(RewardError, match=says):
+        asyncio.run(collector.collect(0))
+    monkeypatch.setattr(made_hooks, "down", {0, 1, 2})
+    output = asyncio.run(collector.collect(0))
+    assert ids(output) == [0, 1]
+    assert [s.reward for group in output.groups for s in group] == [0.0, 0.0, 0.0, 1.0]
+    assert output.metrics["rollout/reward_failed"] == 3
 
 
 def test_hooks_see_the_groups_they_are_promised(tokenizer: Any) -> None:

@@ -87,11 +87,11 @@ def test_the_reward_examples_score(hooks: Any, tokenizer: Any) -> None:
     for sample in group:
         sample.reward = None
     reward = make_reward(made_config(custom_rm_path="my_hooks.reward"), tokenizer)
-    assert asyncio.run(score(group, reward)) == 0
+    assert asyncio.run(score(group, reward)) == []
     assert [s.reward for s in group] == [1.0, 0.5, 0.0]
     group = [sample_of(tokenizer, text) for text in ("12", "it is 12", "x")]
     config = made_config(custom_rm_path="my_hooks.group_reward", group_rm=True)
-    assert asyncio.run(score(group, make_reward(config, tokenizer))) == 0
+    assert asyncio.run(score(group, make_reward(config, tokenizer))) == []
     assert [s.reward for s in group] == [1.0, 0.5, 0.0]
     processed = hooks.reward_post_process(group, np.array([5, 1, 3], np.float32), config)
     assert processed.tolist() == [1.0, -1.0, 0.0]

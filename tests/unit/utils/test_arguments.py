@@ -189,6 +189,17 @@ def test_lengths_that_the_model_does_not_have_are_refused(
     read_config([*valid, flags[0], shorter])
 
 
+def test_token_ids_that_the_model_does_not_have_are_refused(
+    valid: list[str],
+) -> None:
+    model = Path(valid[valid.index("--hf-checkpoint") + 1])
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 32}))
+    ids = [*valid, "--rollout-stop-token-ids", "31"]
+    read_config(ids)
+    assert flags_of([*ids, "32"]) == {"--rollout-stop-token-ids"}
+
+
 def test_only_sglang_serves_beyond_the_models_positions(valid: list[str]) -> None:
     beyond = [*valid, "--sglang-context-length", "65"]
     assert flags_of([*beyond, "--rollout-engine", "embedded"]) == {"--sglang-context-length"}
