@@ -4,7 +4,8 @@ Nothing about the model is re-expressed: ``config.json`` decides the class, rank
 weights, the other ranks start on the meta device and receive their shards.
 """
 
-from collections.abc import Callable, Generator
+import re
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -161,6 +162,9 @@ class LoadOptions:
     gradient_checkpointing: bool = False
 
 
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
 def load_model(path: str, mesh: DeviceMesh, options: LoadOptions) -> ShardedModel:
     """Load a Hugging Face directory into a sharded model in training mode; collective.
 
@@ -241,15 +245,40 @@ def _stored_dtypes(weights: list[Weight], precision: Precision) -> dict[str, tor
 def _read(path: str) -> dict[str, Tensor]:
     """All parameters and buffers in fp32, which holds every trainable dtype exactly."""
     result: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, output_loading_info=True, trust_remote_code=True
+        path,
+        dtype=torch.float32,
+        output_loading_info=True,
+        trust_remote_code=True,
+        # Told below, with the names.
+        ignore_mismatched_sizes=True,
     )
     loaded, info = result
-    for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
-        if info.get(kind):
-            raise CheckpointDirError(f"{path!r}: {kind} {sorted(map(str, info[kind]))[:5]}")
+    _require_fit(path, loaded, info)
     if info.get("unexpected_keys"):
         log.info("%s: not part of the model: %s", path, sorted(info["unexpected_keys"])[:5])
     return model_tensors(loaded)
+
+
+def _require_fit(path: str, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
+    """Raise ``CheckpointDirError`` where ``config.json`` describes another model than the files
+    hold: other sizes, or fewer layers, which would be trained without the rest."""
+    shapes = sorted(
+        f"{name} is {tuple(held)} in the files and {tuple(described)} by config.json"
+        for name, held, described in info.get("mismatched_keys") or ()
+    )
+    layers = model.config.get_text_config().num_hidden_layers
+    beyond = sorted(
+        f"{name} is in the files, but config.json has {layers} layers"
+        for name in info.get("unexpected_keys") or ()
+        if (found := _LAYER.search(name)) and int(found[1]) >= layers
+    )
+    others = [
+        f"{kind} {sorted(map(str, info[kind]))[:5]}"
+        for kind in ("missing_keys", "error_msgs")
+        if info.get(kind)
+    ]
+    if problems := [*shapes[:3], *beyond[:3], *others]:
+        raise CheckpointDirError(f"{path!r}: its weights do not fit: {'; '.join(problems)}")
 
 
 def _check_uniform(stored: set[torch.dtype]) -> None:

@@ -1,3 +1,4 @@
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,28 @@ def test_a_checkpoint_without_one_of_the_weights_is_refused(
     assert isinstance(first, CheckpointDirError)
     assert "model.layers.1.mlp.up_proj.weight" in str(first)
     assert "model.layers.1.mlp.up_proj.weight" in str(second)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"vocab_size": 32}, "model.embed_tokens.weight is (96, 64) in the files and (32, 64) by"),
+        ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight is in the files, but"),
+    ],
+)
+def test_a_config_that_describes_another_model_than_the_files_is_refused(
+    two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path, changes: dict[str, int], says: str
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_qwen3, broken)
+    config = json.loads((broken / "config.json").read_text())
+    # The types of its layers are listed too.
+    config["layer_types"] = config["layer_types"][: changes.get("num_hidden_layers")]
+    (broken / "config.json").write_text(json.dumps({**config, **changes}))
+    first, second = two_ranks.run(start, make_config(broken))
+    assert isinstance(first, CheckpointDirError)
+    assert says in str(first)
+    assert says in str(second)
 
 
 def test_a_checkpoint_of_mixed_dtypes_needs_the_fp32_master(
