@@ -146,6 +146,7 @@ def main(demo: Demo) -> int:
     prefix += "" if demo.rollout_engine == "embedded" else f"{demo.rollout_engine}-"
     folder = demo.run_dir.resolve() / f"{prefix}seed-{demo.seed}"
     if folder.exists():
+        print(f"replacing the demo that was there: {folder}", flush=True)
         shutil.rmtree(folder)
     print("1/2  supervised warm-up: the model sees some right answers", flush=True)
     model = warm_up(demo, folder)

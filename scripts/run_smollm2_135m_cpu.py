@@ -46,6 +46,8 @@ class SmolLM2:
     """Most terms of a problem (at least 2)."""
     max_digits: int = 1
     """Most digits of a term."""
+    save_interval: int = 10
+    """Rollouts between two checkpoints; a run that is stopped goes on from the last one."""
     run_dir: Path = Path("runs/smollm2-135m")
     """Metrics, samples, reward curve and checkpoints."""
 
@@ -93,7 +95,7 @@ def flags(recipe: SmolLM2, model: Path) -> dict[str, FlagValue]:
         "check-weight-update-equal": True,
         "load": run_dir / "checkpoints",
         "save": run_dir / "checkpoints",
-        "save-interval": 10,
+        "save-interval": recipe.save_interval,
         "save-keep": 1,
         "run-dir": run_dir,
     }
