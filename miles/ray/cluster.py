@@ -91,7 +91,13 @@ def _end(processes: Collection[psutil.Process]) -> None:
 def _init(runtime_env: dict[str, Any]) -> Exception | None:
     """What came in the way; ``None``: nothing."""
     try:
-        ray.init(include_dashboard=False, logging_level=logging.ERROR, runtime_env=runtime_env)
+        ray.init(
+            # Without an address Ray would join whatever cluster `ray start` left behind here.
+            address=os.environ.get("RAY_ADDRESS") or "local",
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            runtime_env=runtime_env,
+        )
     except Exception as error:  # what Ray raises when a node does not start is often bare Exception
         return error
     return None
