@@ -10,7 +10,7 @@ from typing import Any
 from miles.backends.training_utils import checkpoints
 from miles.config.errors import ConfigError, Problem
 from miles.config.root import MilesConfig
-from miles.core.tracking import Tracker, WandbSettings
+from miles.core.tracking import Tracker, TrackingError, WandbSettings
 
 
 def make_run_dir(config: MilesConfig) -> Path:
@@ -45,7 +45,7 @@ def with_wandb_run(config: MilesConfig) -> MilesConfig:
 
 
 def make_tracker(config: MilesConfig, run_dir: Path) -> Tracker:
-    """Raises ``ConfigError`` where nothing can be written."""
+    """Raises ``ConfigError`` where nothing can be written, or Weights & Biases refuses."""
     options = config.observability
     wandb = WandbSettings(
         project=options.wandb_project,
@@ -66,6 +66,9 @@ def make_tracker(config: MilesConfig, run_dir: Path) -> Tracker:
         flags = "--run-dir, --tensorboard-dir, --wandb-dir"
         values = ", ".join(map(str, (run_dir, options.tensorboard_dir, options.wandb_dir)))
         raise ConfigError([Problem(flags, values, f"cannot be written: {error}")]) from error
+    except TrackingError as error:
+        remedy = f"Weights & Biases refuses the run: {error}; --wandb-mode offline needs no server"
+        raise ConfigError([Problem("--use-wandb", "on", remedy)]) from error
 
 
 def write_samples(run_dir: Path, rollout_id: int, samples: list[dict[str, Any]]) -> None:

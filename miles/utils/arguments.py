@@ -26,7 +26,7 @@ from miles.config.root import MilesConfig
 from miles.config.rules import machines
 from miles.config.rules.problems import problem
 from miles.contracts.hook_check import check_hooks
-from miles.core import hf, logging, places
+from miles.core import hf, logging, places, wandb_account
 from miles.rollout import context, debug_data, multi_turn, prompts, template_check
 from miles.rollout.rewards import table as rewards
 
@@ -229,6 +229,16 @@ def check_places(config: MilesConfig) -> list[Problem]:
     return problems
 
 
+def check_wandb(config: MilesConfig) -> list[Problem]:
+    """Weights & Biases is there, and knows who logs."""
+    options = config.observability
+    reason = wandb_account.reason_against(options.wandb_mode) if options.use_wandb else None
+    if reason is None:
+        return []
+    dests = ("use_wandb",) if options.wandb_mode is None else ("use_wandb", "wandb_mode")
+    return [problem(config, *dests, remedy=reason)]
+
+
 HELP_OF_OTHERS: Mapping[str, Callable[[], str]] = {
     "--help-megatron": megatron_arguments.help_text,
     "--help-sglang": sglang_arguments.server_help,
@@ -246,6 +256,7 @@ OUTSIDE_CHECKS: tuple[Callable[[MilesConfig], list[Problem]], ...] = (
     check_recorded_rollouts,
     check_checkpoint,
     check_places,
+    check_wandb,
     template_check.check_file,
     check_hooks,
 )
