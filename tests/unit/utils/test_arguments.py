@@ -379,3 +379,14 @@ def test_wandb_without_a_login_is_a_problem(
         "--use-wandb, --wandb-mode"
     }
     read_config([*valid, "--use-wandb", "--wandb-mode", "offline"])
+
+
+def test_a_file_that_cannot_be_read_hides_no_mistake_of_the_command_line(tmp_path: Path) -> None:
+    """And what it may hold is not missed: neither the model nor --use-tis."""
+    (tmp_path / "file").touch()
+    argv = [
+        *("--config", str(tmp_path / "nowhere.yaml"), "--lr", "-1", "--seed", "x"),
+        *("--save", str(tmp_path / "file" / "ckpt"), "--rolout-batch-size", "4"),
+        *("--tis-clip", "3", "--num-layers", "2"),
+    ]
+    assert flags_of(argv) == {"--config", "--lr", "--seed", "--save", "--rolout-batch-size"}
