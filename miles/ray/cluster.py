@@ -53,6 +53,16 @@ def start() -> None:
     signal.signal(signal.SIGTERM, on_sigterm)
 
 
+def is_own() -> bool:
+    """Whether the cluster is one that this run starts on this machine: no other machine joins."""
+    return _address() == "local"
+
+
+def _address() -> str:
+    # Without one Ray would join whatever cluster `ray start` left behind here.
+    return os.environ.get("RAY_ADDRESS") or "local"
+
+
 def _connect(runtime_env: dict[str, Any]) -> None:
     address = os.environ.get("RAY_ADDRESS")
     before = set(psutil.Process().children(recursive=True))
@@ -92,8 +102,7 @@ def _init(runtime_env: dict[str, Any]) -> Exception | None:
     """What came in the way; ``None``: nothing."""
     try:
         ray.init(
-            # Without an address Ray would join whatever cluster `ray start` left behind here.
-            address=os.environ.get("RAY_ADDRESS") or "local",
+            address=_address(),
             include_dashboard=False,
             logging_level=logging.ERROR,
             runtime_env=runtime_env,
