@@ -99,7 +99,7 @@ def make_tracker(config: MilesConfig, run_dir: Path) -> Tracker:
         raise ConfigError([Problem(flags, values, f"cannot be written: {error}")]) from error
     except TrackingError as error:
         remedy = f"Weights & Biases refuses the run: {error}; --wandb-mode offline needs no server"
-        raise ConfigError([Problem("--use-wandb", "on", remedy)]) from error
+        raise ConfigError([Problem("--use-wandb", True, remedy)]) from error
 
 
 def write_samples(run_dir: Path, rollout_id: int, samples: list[dict[str, Any]]) -> None:
