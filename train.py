@@ -26,6 +26,12 @@ async def train(config: MilesConfig) -> None:
 
 
 def run(config: MilesConfig) -> int:
+    from miles.rundir import completed_rollouts
+
+    done = completed_rollouts(config)
+    if done is not None:
+        print(f"nothing left to run: {done} rollouts are done")
+        return 0
     from miles.ray.errors import JobError
 
     try:

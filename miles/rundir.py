@@ -10,7 +10,13 @@ from typing import Any
 from miles.backends.training_utils import checkpoints
 from miles.config.errors import ConfigError, Problem
 from miles.config.root import MilesConfig
-from miles.core.tracking import Tracker, WandbSettings
+from miles.core.tracking import (
+    METRICS_FILE,
+    Tracker,
+    TrackingError,
+    WandbSettings,
+    read_metrics,
+)
 
 
 def make_run_dir(config: MilesConfig) -> Path:
@@ -30,6 +36,31 @@ def make_run_dir(config: MilesConfig) -> Path:
     return run_dir
 
 
+def completed_rollouts(config: MilesConfig) -> int | None:
+    """How many rollouts are done where a run would go on after its end, and has nothing to make up
+    for: the last evaluation is on record, or none was due. ``None``: there is something to do, or
+    only the prompts tell (``--num-epoch``)."""
+    options, total = config.data, config.data.num_rollout
+    if total is None or options.start_rollout_id is not None:
+        return None
+    done = checkpoints.first_rollout_id(config.checkpoint.load)
+    interval = config.evaluation.eval_interval
+    due = interval is not None and done % interval == 0
+    if done < total or (due and not _is_evaluated(config.observability.run_dir, done)):
+        return None
+    return done
+
+
+def _is_evaluated(run_dir: str | None, step: int) -> bool:
+    if run_dir is None or not (Path(run_dir) / METRICS_FILE).exists():
+        return False
+    try:
+        rows = read_metrics(Path(run_dir))
+    except ValueError:
+        return False  # The run was killed while it wrote there.
+    return any(k.startswith("eval/") for row in rows if row["step"] == step for k in row)
+
+
 def with_wandb_run(config: MilesConfig) -> MilesConfig:
     """Settle the W&B run: ``--wandb-run-id``, else the one of the checkpoint that is resumed, else
     a new one. Checkpoints hold the config, and so the run; weights to start from hold none."""
@@ -45,7 +76,7 @@ def with_wandb_run(config: MilesConfig) -> MilesConfig:
 
 
 def make_tracker(config: MilesConfig, run_dir: Path) -> Tracker:
-    """Raises ``ConfigError`` where nothing can be written."""
+    """Raises ``ConfigError`` where nothing can be written, or Weights & Biases refuses."""
     options = config.observability
     wandb = WandbSettings(
         project=options.wandb_project,
@@ -66,6 +97,9 @@ def make_tracker(config: MilesConfig, run_dir: Path) -> Tracker:
         flags = "--run-dir, --tensorboard-dir, --wandb-dir"
         values = ", ".join(map(str, (run_dir, options.tensorboard_dir, options.wandb_dir)))
         raise ConfigError([Problem(flags, values, f"cannot be written: {error}")]) from error
+    except TrackingError as error:
+        remedy = f"Weights & Biases refuses the run: {error}; --wandb-mode offline needs no server"
+        raise ConfigError([Problem("--use-wandb", True, remedy)]) from error
 
 
 def write_samples(run_dir: Path, rollout_id: int, samples: list[dict[str, Any]]) -> None:

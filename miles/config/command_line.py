@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from miles.config.errors import Problem
+from miles.config.errors import ConfigError, Problem
 from miles.config.flags import UNSET, FlagSpec, add_arguments, flag_specs, read_namespace
 from miles.config.root import MilesConfig
 from miles.config.synonyms import SYNONYMS
@@ -37,6 +37,8 @@ class CommandLine:
     """Fields that the command line or the file names, whatever their value."""
     foreign: tuple[Foreign, ...]
     problems: tuple[Problem, ...]
+    whole: bool
+    """False where the file could not be read: what it says is missing here."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -78,18 +80,19 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
-    """Parse arguments. Raises ``ConfigError`` only when the ``--config`` file is unreadable.
-
-    ``--help`` prints and exits.
-    """
+    """Parse arguments. ``--help`` prints and exits."""
     parser = make_parser()
     specs = flag_specs(MilesConfig)
     namespace = _unset_namespace(specs)
     foreign: list[Foreign] = []
     file_problems: list[Problem] = []
+    whole = True
     path = _parse(parser, argv, _unset_namespace(specs), None)[0].config
     if path is not None:
-        arguments, file_problems = read_arguments(path, specs)
+        try:
+            arguments, file_problems = read_arguments(path, specs)
+        except ConfigError as error:
+            arguments, file_problems, whole = [], list(error.problems), False
         namespace, file_foreign, problems = _parse(parser, arguments, namespace, path)
         foreign += file_foreign
         file_problems += problems
@@ -101,6 +104,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         given=given,
         foreign=(*foreign, *argv_foreign),
         problems=(*file_problems, *problems, *value_problems),
+        whole=whole,
     )
 
 

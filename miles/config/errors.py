@@ -11,10 +11,21 @@ class Problem:
     flag: str
     """The flag, with its dashes; several separated by a comma."""
     value: object
+    """Of a switch whether that flag is on; empty where the flag has none, or lacks it."""
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.flag} = {self.value!r}: {self.remedy}"
+        value = f" = {_shown(self.value)}" if self.value != "" else ""
+        return f"{self.flag}{value}: {self.remedy}"
+
+
+def _shown(value: object) -> str:
+    """As a user thinks of it: a switch is on or off."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple) and any(isinstance(part, bool) for part in value):
+        return f"({', '.join(map(_shown, value))})"
+    return repr(value)
 
 
 class ConfigError(ValueError):

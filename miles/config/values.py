@@ -42,6 +42,11 @@ def is_switch(annotation: Any) -> bool:
     return base_type(annotation) is bool
 
 
+def takes_object(annotation: Any) -> bool:
+    base = base_type(annotation)
+    return (get_origin(base) or base) is dict
+
+
 def convert(annotation: Any, text: str) -> Any:
     """The value of ``text`` as the annotated type, or ``Invalid``."""
     choices = literal_choices(annotation)

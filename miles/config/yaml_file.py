@@ -8,7 +8,7 @@ from typing import Any
 
 from miles.config.errors import ConfigError, Problem
 from miles.config.flags import FlagSpec
-from miles.config.values import ITEM_SEPARATOR, is_tuple
+from miles.config.values import ITEM_SEPARATOR, is_tuple, takes_object
 
 NOT_IN_A_FILE = ("config", "help", "help-megatron", "help-sglang", "help-router")
 
@@ -76,10 +76,13 @@ def _arguments(spec: FlagSpec | None, option: str, value: object) -> list[str]:
         if not isinstance(value, bool):
             raise ValueError("must be true or false")
         return [option if value else _opposite(spec, option)]
-    if isinstance(value, list):
-        if not is_tuple(spec.annotation):
-            raise ValueError("takes one value, not a list")
-        return [f"{option}={ITEM_SEPARATOR.join(map(_scalar, value))}"] if value else []
+    if is_tuple(spec.annotation):
+        if isinstance(value, dict):
+            raise ValueError("takes a list, not a mapping")
+        items = value if isinstance(value, list) else [value]
+        return [f"{option}={ITEM_SEPARATOR.join(map(_scalar, items))}"] if items else []
+    if isinstance(value, dict) and takes_object(spec.annotation):
+        return [f"{option}={json.dumps(value)}"]
     return [f"{option}={_scalar(value)}"]
 
 
@@ -91,7 +94,8 @@ def _scalar(value: object) -> str:
     if isinstance(value, bool):
         raise ValueError("takes a value, not true or false; quote a text such as 'on'")
     if isinstance(value, dict | list):
-        return json.dumps(value)
+        kind = "list" if isinstance(value, list) else "mapping"
+        raise ValueError(f"takes one value, not a {kind}")
     return str(value)
 
 

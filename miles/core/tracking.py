@@ -25,8 +25,14 @@ class WandbSettings:
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
+class TrackingError(RuntimeError):
+    """Weights & Biases refuses the run. The message is its own."""
+
+
 class Tracker:
-    """Fans metrics out. One process of a run owns it."""
+    """Fans metrics out. One process of a run owns it.
+
+    Raises ``OSError`` where nothing can be written, and ``TrackingError``."""
 
     def __init__(
         self,
@@ -97,16 +103,19 @@ def _plain(value: float) -> float | None:
 def _start_wandb(settings: WandbSettings, run_dir: Path) -> Any:
     import wandb
 
-    run: Any = wandb.init(
-        project=settings.project or "miles",
-        entity=settings.entity,
-        group=settings.group,
-        mode=settings.mode,  # pyright: ignore[reportArgumentType]
-        dir=settings.dir or str(run_dir),
-        id=settings.run_id,
-        resume="allow" if settings.run_id else None,
-        config=dict(settings.config),
-    )
+    try:
+        run: Any = wandb.init(
+            project=settings.project or "miles",
+            entity=settings.entity,
+            group=settings.group,
+            mode=settings.mode,  # pyright: ignore[reportArgumentType]
+            dir=settings.dir or str(run_dir),
+            id=settings.run_id,
+            resume="allow" if settings.run_id else None,
+            config=dict(settings.config),
+        )
+    except wandb.Error as error:
+        raise TrackingError(" ".join(str(error).split())) from error
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return run

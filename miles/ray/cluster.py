@@ -53,6 +53,16 @@ def start() -> None:
     signal.signal(signal.SIGTERM, on_sigterm)
 
 
+def is_own() -> bool:
+    """Whether the cluster is one that this run starts on this machine: no other machine joins."""
+    return _address() == "local"
+
+
+def _address() -> str:
+    # Without one Ray would join whatever cluster `ray start` left behind here.
+    return os.environ.get("RAY_ADDRESS") or "local"
+
+
 def _connect(runtime_env: dict[str, Any]) -> None:
     address = os.environ.get("RAY_ADDRESS")
     before = set(psutil.Process().children(recursive=True))
@@ -91,7 +101,12 @@ def _end(processes: Collection[psutil.Process]) -> None:
 def _init(runtime_env: dict[str, Any]) -> Exception | None:
     """What came in the way; ``None``: nothing."""
     try:
-        ray.init(include_dashboard=False, logging_level=logging.ERROR, runtime_env=runtime_env)
+        ray.init(
+            address=_address(),
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            runtime_env=runtime_env,
+        )
     except Exception as error:  # what Ray raises when a node does not start is often bare Exception
         return error
     return None

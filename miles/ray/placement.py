@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles.config.root import MilesConfig
 from miles.core import device
+from miles.ray import cluster
 from miles.ray.errors import JobError, call_all
 
 WAIT_TURN_S = 0.5
@@ -114,15 +115,21 @@ def slot_order(slot: Slot) -> tuple[int, int]:
 
 
 async def reserve(layout: Layout, timeout_s: float) -> Placement:
-    """Reserve the layout's slots. Raises ``JobError`` that names what is missing in time."""
+    """Reserve the layout's slots. Raises ``JobError`` that names what is missing in time, or at
+    once where no machine can join."""
     on_gpu = device.has_accelerator() or ray.cluster_resources().get("GPU", 0) > 0
     if layout.num_slots == 0:
         return Placement(group=None, slots=(), on_gpu=on_gpu)
     bundle = {"GPU": 1.0, "CPU": 1.0} if on_gpu else {"CPU": CPU_SHARE_OF_A_SLOT}
+    if cluster.is_own() and not _has_room(bundle, layout.num_slots):
+        when = "on this machine, the only one without RAY_ADDRESS"
+        more = "join a cluster of more machines (RAY_ADDRESS)"
+        raise JobError(_missing(bundle, layout.num_slots, when, more))
     group = placement_group([bundle] * layout.num_slots, strategy="PACK")
     try:
         if not await _is_ready(group, timeout_s):
-            raise JobError(_missing(bundle, layout.num_slots, timeout_s))
+            when = f"after {timeout_s:g} s (--placement-timeout-s)"
+            raise JobError(_missing(bundle, layout.num_slots, when, "add machines"))
         slots = await _find_slots(group, bundle, timeout_s)
     except BaseException:
         remove_placement_group(group)
@@ -202,7 +209,13 @@ def _probe() -> tuple[str, int | None]:
     return ray.util.get_node_ip_address(), int(ids[0]) if ids else None
 
 
-def _missing(bundle: dict[str, float], num_slots: int, timeout_s: float) -> str:
+def _has_room(bundle: dict[str, float], num_slots: int) -> bool:
+    """Whether the machine that is the cluster would hold the slots if it did nothing else."""
+    total = ray.cluster_resources()
+    return all(num_slots * amount <= total.get(name, 0) + 1e-6 for name, amount in bundle.items())
+
+
+def _missing(bundle: dict[str, float], num_slots: int, when: str, more: str) -> str:
     needed = {name: amount * num_slots for name, amount in bundle.items()}
     total, free = ray.cluster_resources(), ray.available_resources()
     lines = [
@@ -211,8 +224,8 @@ def _missing(bundle: dict[str, float], num_slots: int, timeout_s: float) -> str:
         for name, amount in needed.items()
     ]
     return (
-        f"no room for {num_slots} slots after {timeout_s:g} s (--placement-timeout-s): "
+        f"no room for {num_slots} slots {when}: "
         + "; ".join(lines)
         + ". Lower --actor-num-gpus-per-node, --actor-num-nodes or --rollout-num-gpus, use "
-        "--colocate, or add machines."
+        f"--colocate, or {more}."
     )

@@ -71,11 +71,11 @@ def parse_spec(spec: str) -> DataSpec:
     if match:
         start, stop = match["start"], match["stop"]
         if "-" in (start, stop):
-            raise ValueError(f"{spec!r}: a slice is file@[a:b] with whole numbers, each optional")
+            raise ValueError("a slice is file@[a:b] with whole numbers, each optional")
         rows = slice(int(start) if start else None, int(stop) if stop else None)
         path = match["path"]
     elif "@[" in spec:
-        raise ValueError(f"{spec!r}: a slice is file@[a:b] with whole numbers, each optional")
+        raise ValueError("a slice is file@[a:b] with whole numbers, each optional")
     family = path.removeprefix(GYM_PREFIX) if path.startswith(GYM_PREFIX) else None
     return DataSpec(path, rows, family)
 
@@ -90,11 +90,9 @@ def check_spec(flag: str, spec: str) -> list[Problem]:
         from reasoning_gym.factory import DATASETS
 
         if parsed.family not in DATASETS:
-            hint = did_you_mean(parsed.family, sorted(DATASETS))
-            remedy = (
-                f"reasoning-gym has no such family; {hint} It has {', '.join(sorted(DATASETS))}"
-            )
-            return [Problem(flag, spec, remedy)]
+            families = sorted(DATASETS)
+            hint = did_you_mean(parsed.family, families) or f"it has {', '.join(families)}"
+            return [Problem(flag, spec, f"reasoning-gym has no such family; {hint}")]
         return []
     path = Path(parsed.path)
     if path.suffix not in READERS:

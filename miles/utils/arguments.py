@@ -20,13 +20,15 @@ from miles.config.command_line import CommandLine, Foreign, read_command_line, u
 from miles.config.derived import needs_reference
 from miles.config.errors import ConfigError, Problem
 from miles.config.flags import flag_specs
+from miles.config.megatron_flags import MEGATRON_FLAGS
 from miles.config.messages import Message, warning
 from miles.config.reference import configuration_page
 from miles.config.root import MilesConfig
 from miles.config.rules import machines
-from miles.config.rules.problems import problem
+from miles.config.rules.problems import flag_name, problem
+from miles.config.rules.ranges import RANGE_CHECKS
 from miles.contracts.hook_check import check_hooks
-from miles.core import hf, logging, places
+from miles.core import hf, logging, places, wandb_account
 from miles.rollout import context, debug_data, multi_turn, prompts, template_check
 from miles.rollout.rewards import table as rewards
 
@@ -62,6 +64,8 @@ def read_config(argv: Sequence[str]) -> tuple[MilesConfig, list[Message]]:
     """The config, and what was reconciled or derived. Raises ``ConfigError`` with every problem at
     once."""
     line = read_command_line(argv)
+    if not line.whole:
+        raise ConfigError([*line.problems, *_whatever_the_file_says(line)])
     config, replaced = rules.resolve(line.config)
     for_engines = [flag for flag in line.foreign if sglang_arguments.is_ours(flag)]
     for_trainer = [flag for flag in line.foreign if not sglang_arguments.is_ours(flag)]
@@ -79,6 +83,20 @@ def read_config(argv: Sequence[str]) -> tuple[MilesConfig, list[Message]]:
     )
     own = [*map(warning, replaced), *engine.messages, *rules.notes(config)]
     return config, [*own, *more]
+
+
+def _whatever_the_file_says(line: CommandLine) -> list[Problem]:
+    """What is wrong with the command line alone, where the file beside it cannot be read: numbers
+    and places that it names, and flags that nobody knows."""
+    config, given = line.config, line.given
+    found = [p for rule in RANGE_CHECKS for p in rule(config, given)] + check_places(config)
+    named = {flag_name(dest) for dest in given}
+    unknown = [
+        unknown_flag(flag)
+        for flag in line.foreign
+        if not sglang_arguments.is_ours(flag) and flag.name.removeprefix("--") not in MEGATRON_FLAGS
+    ]
+    return [*(p for p in found if p.flag in named), *unknown]
 
 
 def check_all(config: MilesConfig, given: frozenset[str]) -> list[Problem]:
@@ -229,6 +247,16 @@ def check_places(config: MilesConfig) -> list[Problem]:
     return problems
 
 
+def check_wandb(config: MilesConfig) -> list[Problem]:
+    """Weights & Biases is there, and knows who logs."""
+    options = config.observability
+    reason = wandb_account.reason_against(options.wandb_mode) if options.use_wandb else None
+    if reason is None:
+        return []
+    dests = ("use_wandb",) if options.wandb_mode is None else ("use_wandb", "wandb_mode")
+    return [problem(config, *dests, remedy=reason)]
+
+
 HELP_OF_OTHERS: Mapping[str, Callable[[], str]] = {
     "--help-megatron": megatron_arguments.help_text,
     "--help-sglang": sglang_arguments.server_help,
@@ -246,6 +274,7 @@ OUTSIDE_CHECKS: tuple[Callable[[MilesConfig], list[Problem]], ...] = (
     check_recorded_rollouts,
     check_checkpoint,
     check_places,
+    check_wandb,
     template_check.check_file,
     check_hooks,
 )

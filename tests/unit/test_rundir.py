@@ -3,11 +3,18 @@
 import dataclasses
 from pathlib import Path
 
+import pytest
+import ray
+
+import train
 from miles.backends.training_utils import checkpoints
 from miles.config.checkpoint import CheckpointConfig
+from miles.config.data import DataConfig
+from miles.config.evaluation import EvaluationConfig
 from miles.config.observability import ObservabilityConfig
 from miles.config.root import MilesConfig
-from miles.rundir import with_wandb_run
+from miles.core.tracking import Tracker
+from miles.rundir import completed_rollouts, with_wandb_run
 
 NO_RUN = MilesConfig()
 
@@ -53,3 +60,52 @@ def test_weights_to_start_from_are_no_run_that_goes_on(tmp_path: Path) -> None:
     checkpoints.prepare_staging(tmp_path, 0, [])
     checkpoints.publish(tmp_path, 0, {"backend": "megatron", **checkpoints.WEIGHTS_ONLY})
     assert wandb_run(tmp_path)
+
+
+def resumed(folder: Path, num_rollout: int | None, eval_interval: int | None = None) -> MilesConfig:
+    """A run that goes on from two rollouts, recorded in ``folder``."""
+    checkpoints.prepare_staging(folder / "ckpt", 2, [])
+    checkpoints.publish(folder / "ckpt", 2, {"config": {}})
+    return dataclasses.replace(
+        NO_RUN,
+        data=DataConfig(num_rollout=num_rollout),
+        checkpoint=CheckpointConfig(load=str(folder / "ckpt")),
+        evaluation=EvaluationConfig(eval_interval=eval_interval),
+        observability=ObservabilityConfig(run_dir=str(folder)),
+    )
+
+
+@pytest.mark.parametrize(("total", "done"), [(None, None), (3, None), (2, 2), (1, 2)])
+def test_a_run_at_its_end_has_nothing_to_do(
+    tmp_path: Path, total: int | None, done: int | None
+) -> None:
+    assert completed_rollouts(resumed(tmp_path, total)) == done
+
+
+def test_a_run_without_a_checkpoint_or_with_a_start_of_its_own_has(tmp_path: Path) -> None:
+    config = resumed(tmp_path, 2)
+    fresh = dataclasses.replace(config, checkpoint=CheckpointConfig(load=str(tmp_path / "none")))
+    assert completed_rollouts(fresh) is None
+    started = dataclasses.replace(config, data=DataConfig(num_rollout=2, start_rollout_id=1))
+    assert completed_rollouts(started) is None
+
+
+def test_the_last_evaluation_is_made_up_for_unless_it_is_on_record(tmp_path: Path) -> None:
+    assert completed_rollouts(resumed(tmp_path / "a", 2, eval_interval=3)) == 2
+    config = resumed(tmp_path / "b", 2, eval_interval=2)
+    assert completed_rollouts(config) is None
+    tracker = Tracker(tmp_path / "b")
+    tracker.log(1, {"eval/digits": 0.5})
+    tracker.log(2, {"train/loss": 0.5})
+    assert completed_rollouts(config) is None
+    tracker.log(2, {"eval/digits": 0.5})
+    tracker.close()
+    assert completed_rollouts(config) == 2
+
+
+def test_a_complete_run_that_is_given_again_ends_well_without_ray(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.run(resumed(tmp_path, 2)) == 0
+    assert capsys.readouterr().out == "nothing left to run: 2 rollouts are done\n"
+    assert not ray.is_initialized()

@@ -9,6 +9,7 @@ import pytest
 
 from miles.backends.training_utils import checkpoints
 from miles.config.checkpoint import CheckpointConfig
+from miles.config.errors import ConfigError
 from miles.config.observability import ObservabilityConfig
 from miles.config.root import MilesConfig
 from miles.rundir import make_run_dir, make_tracker, with_wandb_run
@@ -96,3 +97,17 @@ def test_metrics_are_drawn_over_the_number_of_rollouts(runs: Runs) -> None:
     assert history(second) == [{"step": 3, "train/loss": 0.3}]
     for found in (first, second):
         assert [m.step_metric for m in only("metric", found) if m.glob_name == "*"] == ["step"]
+
+
+def test_a_refusal_of_wandb_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    options = ObservabilityConfig(
+        use_wandb=True, wandb_mode="offline", wandb_project="a/b", wandb_run_id="abc"
+    )
+    config = dataclasses.replace(MilesConfig(), observability=options)
+    with pytest.raises(ConfigError) as error:
+        make_tracker(config, tmp_path)
+    (problem,) = error.value.problems
+    assert problem.flag == "--use-wandb"
+    assert "a/b" in problem.remedy
+    assert "\n" not in problem.remedy

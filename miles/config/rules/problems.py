@@ -33,9 +33,10 @@ def values_of(config: MilesConfig) -> dict[str, Any]:
 
 
 def problem(config: MilesConfig, *dests: str, remedy: str) -> Problem:
-    """A problem of one or several fields, with their values."""
+    """A problem of one or several fields, with their values; of a flag that switches its field
+    off, whether the flag is on."""
     values = values_of(config)
-    found = [values[dest] for dest in dests]
+    found = [not values[dest] if dest in _SWITCHED_OFF else values[dest] for dest in dests]
     return Problem(
         ", ".join(flag_name(dest) for dest in dests),
         found[0] if len(found) == 1 else tuple(found),
@@ -44,4 +45,5 @@ def problem(config: MilesConfig, *dests: str, remedy: str) -> Problem:
 
 
 _NAMES = {spec.dest: spec.name for spec in flag_specs(MilesConfig)}
+_SWITCHED_OFF = {spec.dest for spec in flag_specs(MilesConfig) if spec.name == spec.off}
 _OPTIONS = {spec.dest: spec.on for spec in flag_specs(MilesConfig)}

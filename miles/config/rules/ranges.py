@@ -29,7 +29,7 @@ class Range:
 
     def remedy(self) -> str:
         bounds = [
-            f"{sign} {bound:g}"
+            f"{sign} {bound:.15g}"
             for sign, bound in (
                 (">", self.above),
                 (">=", self.least),

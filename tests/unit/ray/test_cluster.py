@@ -68,3 +68,37 @@ def test_ray_that_does_not_start_is_started_once_more(tmp_path: Path) -> None:
         )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "trying once more" in result.stdout + result.stderr
+
+
+OWN_CLUSTER = """
+import psutil
+from miles.ray import cluster
+
+cluster.start()
+servers = [p for p in psutil.Process().children() if "gcs_server" in p.cmdline()[0]]
+assert len(servers) == 1, servers
+cluster.stop()
+"""
+
+
+@pytest.mark.parametrize("address", [None, ""])
+def test_without_an_address_no_cluster_of_another_is_joined(address: str | None) -> None:
+    """``ray start`` leaves the address of its cluster where Ray looks for one."""
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    if address is not None:
+        environment["RAY_ADDRESS"] = address
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        stale = f"127.0.0.1:{server.getsockname()[1]}"
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:
+        left = Path(folder, "ray", "ray_current_cluster")
+        left.parent.mkdir()
+        left.write_text(stale)
+        result = subprocess.run(
+            [sys.executable, "-c", OWN_CLUSTER],
+            env={**environment, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": folder},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    assert result.returncode == 0, result.stdout + result.stderr

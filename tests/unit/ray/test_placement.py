@@ -1,5 +1,9 @@
 """Layout and order of slots."""
 
+import os
+import subprocess
+import sys
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -102,3 +106,34 @@ def test_everything_that_is_torn_apart_is_named_with_the_layout_that_was_found()
     assert f"{A} has slot 0; {B} has slots 1-4; 10.0.0.3 has slot 5" in message
     assert "trainer ranks 0-1 (slots 0-1)" in message
     assert "engine 0 (slots 2-5, --rollout-num-gpus-per-engine) would be divided 3 + 1" in message
+
+
+TOO_MANY = """
+import asyncio
+from miles.ray import cluster
+from miles.ray.errors import JobError
+from miles.ray.placement import Layout, reserve
+
+cluster.start()
+layout = Layout(num_slots=100000, train_slots=tuple(range(100000)), engine_slots=())
+try:
+    asyncio.run(asyncio.wait_for(reserve(layout, 300), 20))
+except JobError as error:
+    print(error)
+cluster.stop()
+"""
+
+
+def test_what_no_machine_can_bring_is_not_waited_for() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:
+        result = subprocess.run(
+            [sys.executable, "-c", TOO_MANY],
+            env={**environment, "RAY_TMPDIR": folder},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    assert "no room for 100000 slots on this machine" in result.stdout, result.stderr
+    assert "RAY_ADDRESS" in result.stdout

@@ -371,6 +371,14 @@ def test_data_that_cannot_be_used_is_refused_when_flags_are_parsed(
     (problem,) = check(made_config(prompt_data=spec))
     assert problem.flag == "--prompt-data"
     assert remedy in problem.remedy
+    assert spec is None or spec not in problem.remedy  # It is shown as the value.
+
+
+def test_a_family_that_is_like_none_is_answered_with_all() -> None:
+    (problem,) = check(made_config(prompt_data="reasoning_gym:zzz"))
+    assert problem.remedy.startswith("reasoning-gym has no such family; it has ab, acre,")
+    (problem,) = check(made_config(prompt_data="reasoning_gym:chain_sun"))
+    assert problem.remedy.startswith("reasoning-gym has no such family; did you mean chain_sum")
 
 
 def test_all_problems_of_the_evaluation_data_are_reported(numbered: str) -> None:

@@ -375,3 +375,29 @@ def test_a_file_that_is_to_be_written_below_another_file_is_refused(
 
 def test_checkpoints_are_not_saved_into_a_model(valid: list[str], model: Path) -> None:
     assert flags_of([*valid, "--save", str(model)]) == {"--save"}
+
+
+def test_wandb_without_a_login_is_a_problem(
+    valid: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_CONFIG_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert flags_of([*valid, "--use-wandb", "--wandb-mode", "online"]) == {
+        "--use-wandb, --wandb-mode"
+    }
+    read_config([*valid, "--use-wandb", "--wandb-mode", "offline"])
+
+
+def test_a_file_that_cannot_be_read_hides_no_mistake_of_the_command_line(tmp_path: Path) -> None:
+    """And what it may hold is not missed: neither the model nor --use-tis."""
+    (tmp_path / "file").touch()
+    argv = [
+        *("--config", str(tmp_path / "nowhere.yaml"), "--lr", "-1", "--seed", "x"),
+        *("--save", str(tmp_path / "file" / "ckpt"), "--rolout-batch-size", "4"),
+        *("--tis-clip", "3", "--num-layers", "2"),
+    ]
+    assert flags_of(argv) == {"--config", "--lr", "--seed", "--save", "--rolout-batch-size"}
