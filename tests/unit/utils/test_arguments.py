@@ -104,7 +104,8 @@ def test_all_problems_of_a_command_line_are_reported_in_one_go(
     assert stop.value.code == 2
     text = capsys.readouterr().err
     assert f"{len(expected)} problems:" in text
-    assert all(f"  {flag} = " in text for flag in expected)
+    shown = {line.strip().partition(" = ")[0].partition(": ")[0] for line in text.splitlines()}
+    assert expected <= shown
 
 
 def test_flags_of_engine_and_router_are_refused_where_the_engine_has_none(
@@ -189,9 +190,7 @@ def test_lengths_that_the_model_does_not_have_are_refused(
     read_config([*valid, flags[0], shorter])
 
 
-def test_token_ids_that_the_model_does_not_have_are_refused(
-    valid: list[str],
-) -> None:
+def test_token_ids_that_the_model_does_not_have_are_refused(valid: list[str]) -> None:
     model = Path(valid[valid.index("--hf-checkpoint") + 1])
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": 32}))
