@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ConfigError, CheckpointDirError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    print(f"wrote {options.save}")
 
 
 if __name__ == "__main__":

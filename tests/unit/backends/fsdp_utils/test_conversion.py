@@ -26,13 +26,18 @@ def stored(path: Path) -> dict[str, tuple[str, bytes]]:
 
 @pytest.mark.parametrize("model", ["tiny_qwen3", "tiny_qwen3_moe"])
 def test_a_saved_step_becomes_the_directory_of_the_weights_that_it_would_send(
-    two_ranks: Ranks, request: pytest.FixtureRequest, model: str, tmp_path: Path
+    two_ranks: Ranks,
+    request: pytest.FixtureRequest,
+    model: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path: Path = request.getfixturevalue(model)
     save, exported = tmp_path / "save", tmp_path / "hf"
     config = make_config(path, checkpoint={"save": str(save)})
     (sent, _) = two_ranks.run_well(train_rollouts, config, make_rollouts(config, 1), 0, (0,))
     main(["--load", str(save), "--hf-checkpoint", str(path), "--save", str(exported)])
+    assert capsys.readouterr().out.endswith(f"wrote {exported}\n")
     assert stored(exported) == sent["weights"]
     assert stored(exported) != stored(path)
     assert AutoModelForCausalLM.from_pretrained(exported, dtype="auto").config == (
