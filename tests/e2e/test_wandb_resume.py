@@ -12,6 +12,7 @@ from tests.wandb_files import history, only, records
 pytest.importorskip("wandb")
 
 
+@pytest.mark.full
 def test_a_resumed_run_goes_on_in_the_wandb_run_of_its_checkpoint(
     run_train: Runner, tiny_qwen3: Path, reverse_data: Path, tmp_path: Path
 ) -> None:
