@@ -66,7 +66,7 @@ class Benchmark:
     plain: bool = True
     """Measure plain SGLang too, which starts one more server."""
     flags: str = ""
-    """More flags of train.py, as on the command line."""
+    """More flags of train.py, as on the command line: "--flags=--sglang-page-size 16"."""
     folder: Path = Path("runs/benchmark/line")
     """Where the model and results.json go."""
 

@@ -37,7 +37,7 @@ class SmolLM2OnAccelerator:
     max_digits: int = 2
     """Most digits of a term."""
     flags: str = ""
-    """More flags of train.py, as on the command line."""
+    """More flags of train.py, as on the command line: "--flags=--sglang-page-size 16"."""
     run_dir: Path = Path("runs/smollm2-135m-gpu")
     """Metrics, samples, reward curve and checkpoints."""
 
