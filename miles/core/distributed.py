@@ -95,6 +95,16 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     return values
 
 
+def error_of(step: Callable[[], object]) -> Exception | None:
+    """Run the step; its error, whatever it is, becomes a value to ``raise_together``: other ranks
+    wait for this one."""
+    try:
+        step()
+    except Exception as error:
+        return error
+    return None
+
+
 def raise_together(
     error: Exception | None, what: str, group: dist.ProcessGroup | None = None
 ) -> None:

@@ -66,11 +66,7 @@ class DeviceIpcTransport:
 
 def _on_every_rank[T](work: Callable[[], T], what: str) -> list[T]:
     """Each rank's result, on all of them; they fail together."""
-    error: Exception | None = None
-    result: T | None = None
-    try:
-        result = work()
-    except Exception as caught:  # whatever it is: the other ranks wait for us
-        error = caught
+    results: list[T] = []
+    error = distributed.error_of(lambda: results.append(work()))
     distributed.raise_together(error, f"weight update ({what})")
-    return distributed.gather_objects(result)
+    return distributed.gather_objects(results[0])

@@ -14,6 +14,7 @@ from miles.contracts.engine import EngineError, EngineFeatures, EngineSet, Pause
 from miles.contracts.transport import WeightTransport
 from miles.contracts.types import NamedTensor
 from miles.core import device, distributed, hf
+from miles.core.distributed import error_of
 from miles.core.registry import Registry
 from miles.core.timer import Timer
 from miles.weight_sync.buckets import bucketize
@@ -114,7 +115,7 @@ class WeightSync:
         error: Exception | None = None
         if on:
             with self._timer.span(phase):
-                error = _error_of(step)
+                error = error_of(step)
         distributed.raise_together(error, f"weight update ({phase})")
 
     def _open(self, engines: EngineSet) -> None:
@@ -153,9 +154,9 @@ class WeightSync:
         assert transport is not None, "stream before connect"
         stream = self._read(gathered)
         if transport.is_source:
-            error = _error_of(lambda: self._send(transport, engines, stream, version))
+            error = error_of(lambda: self._send(transport, engines, stream, version))
         # An error may have ended ``stream``, not what it reads.
-        drained = _error_of(lambda: _drain(chain(stream, gathered)))
+        drained = error_of(lambda: _drain(chain(stream, gathered)))
         error = self._digest_error or error or drained
         distributed.raise_together(error, "weight update (send)")
 
@@ -185,7 +186,7 @@ class WeightSync:
     def _digest(self, digests: Digests, weight: NamedTensor) -> None:
         """A failure waits until everything is sent: ranks that send do so in step."""
         with self._timer.span("digest"):
-            self._digest_error = _error_of(lambda: digests.add(weight.name, weight.tensor))
+            self._digest_error = error_of(lambda: digests.add(weight.name, weight.tensor))
         if self._digest_error is not None:
             self._digests = None
 
@@ -211,7 +212,7 @@ class WeightSync:
             engines.resume()
         except EngineError as error:
             # Some may run by now under a version that is not going to count.
-            paused = _error_of(lambda: engines.pause(self._pause_mode))
+            paused = error_of(lambda: engines.pause(self._pause_mode))
             raise EngineError(f"{error}" + (f"; then {paused}" if paused else "")) from error
 
 
@@ -244,12 +245,3 @@ def transport_name(config: MilesConfig, features: EngineFeatures) -> str:
 def _drain(stream: Iterator[NamedTensor]) -> None:
     for _ in stream:
         pass
-
-
-def _error_of(step: Callable[[], None]) -> Exception | None:
-    """Run the step; its error becomes a value, to be raised on every rank together."""
-    try:
-        step()
-    except Exception as error:  # whatever it is: the other ranks wait for us
-        return error
-    return None

@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from miles.ray.rollout.engine_launch import EngineLaunch, EnginePart
 from miles.ray.rollout.engines import find_dead_soon
 from miles.ray.rollout.supervision import EngineSupervisor
 from miles.rollout.engine_client import EngineClient
+from tests.engine_groups import started
 
 
 def never_ready(config: MilesConfig, part: EnginePart, log_file: Path) -> EngineLaunch:
@@ -216,20 +216,6 @@ def supervisor_of(engines: EngineGroup, config: MilesConfig) -> EngineSupervisor
 
 async def never() -> None:
     raise AssertionError("nobody watches")
-
-
-@asynccontextmanager
-async def started(config: MilesConfig, log_dir: Path) -> AsyncGenerator[EngineGroup]:
-    layout = plan_layout(config, with_engines=True, with_trainer=False)
-    placement = await reserve(layout, 60)
-    engines = EngineGroup(config, layout, placement, log_dir)
-    try:
-        await engines.start()
-        yield engines
-    finally:
-        await engines.stop()
-        engines.kill()
-        placement.remove()
 
 
 async def kill_first(engines: EngineGroup) -> None:

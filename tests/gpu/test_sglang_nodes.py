@@ -2,8 +2,6 @@
 host, each with an address and a device of its own."""
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +11,11 @@ import torch
 
 from miles.config.root import MilesConfig
 from miles.contracts.engine import GenerateRequest, SamplingParams
-from miles.ray.placement import plan_layout, reserve
-from miles.ray.rollout.engine_factory import EngineGroup
+from miles.ray.placement import Placement
 from miles.ray.rollout.engines import find_dead_soon
 from miles.rollout.engine_client import EngineClient
 from scripts.made_models import make_qwen3
+from tests.engine_groups import started
 
 pytestmark = [
     pytest.mark.sglang,
@@ -58,20 +56,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> MilesConfig:
     )
 
 
-@asynccontextmanager
-async def engine_on_both(config: MilesConfig, log_dir: Path) -> AsyncGenerator[EngineGroup]:
-    layout = plan_layout(config, with_engines=True, with_trainer=False)
-    placement = await reserve(layout, 60)
+def on_two_machines(placement: Placement) -> Placement:
     slots = zip(placement.slots, MACHINES, strict=True)
-    apart = replace(placement, slots=tuple(replace(slot, node_ip=ip) for slot, ip in slots))
-    engines = EngineGroup(config, layout, apart, log_dir)
-    try:
-        await engines.start()
-        yield engines
-    finally:
-        await engines.stop()
-        engines.kill()
-        placement.remove()
+    return replace(placement, slots=tuple(replace(slot, node_ip=ip) for slot, ip in slots))
 
 
 async def greedy(url: str) -> tuple[int, ...]:
@@ -88,7 +75,7 @@ def test_an_engine_of_two_machines_generates_and_is_replaced_as_a_whole(
     ray_address: str, config: MilesConfig, tmp_path: Path
 ) -> None:
     async def run() -> tuple[list[tuple[int, ...]], list[int], list[int | None], list[int | None]]:
-        async with engine_on_both(config, tmp_path) as engines:
+        async with started(config, tmp_path, on_two_machines) as engines:
             before = await greedy(engines.url(0))
             old = await engines.pids()
             assert old[1] is not None

@@ -225,13 +225,12 @@ def _read_on_first_rank(
     """The weight table everywhere; real tensors, in their stored dtype, on rank 0 alone."""
     weights: list[Weight] = []
     tensors: dict[str, Tensor] = {}
-    error: Exception | None = None
-    if distributed.rank() == 0:
-        try:
-            weights = match_weights(module, checkpoint_dtypes(path), path)
-            tensors = _read(path)
-        except Exception as caught:  # whatever it is, the other ranks must hear of it
-            error = caught
+
+    def read() -> None:
+        weights.extend(match_weights(module, checkpoint_dtypes(path), path))
+        tensors.update(_read(path))
+
+    error = distributed.error_of(read) if distributed.rank() == 0 else None
     distributed.raise_together(error, f"loading {path}")
     for key, dtype in _stored_dtypes(weights, precision).items():
         tensors[key] = tensors[key].to(dtype)

@@ -26,7 +26,7 @@ def made_config(**changes: Any) -> MilesConfig:
     config = MilesConfig()
     for name, value in {**defaults, **changes}.items():
         (group,) = [g for g in config.to_dict() if name in config.to_dict()[g]]
-        config = replace(config, **{group: replace(getattr(config, group), **{name: value})})
+        config = replace(config, **{group: replace(vars(config)[group], **{name: value})})
     return config
 
 
