@@ -1,12 +1,14 @@
 """The run directory, and which run of Weights & Biases goes on."""
 
 import dataclasses
+import os
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import ray
 
-import train
 from miles.backends.training_utils import checkpoints
 from miles.config.checkpoint import CheckpointConfig
 from miles.config.data import DataConfig
@@ -16,6 +18,7 @@ from miles.config.root import MilesConfig
 from miles.core.tracking import Tracker
 from miles.rundir import completed_rollouts, with_wandb_run
 
+ROOT = Path(__file__).parents[2]
 NO_RUN = MilesConfig()
 
 
@@ -103,9 +106,27 @@ def test_the_last_evaluation_is_made_up_for_unless_it_is_on_record(tmp_path: Pat
     assert completed_rollouts(config) == 2
 
 
-def test_a_complete_run_that_is_given_again_ends_well_without_ray(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train.run(resumed(tmp_path, 2)) == 0
-    assert capsys.readouterr().out == "nothing left to run: 2 rollouts are done\n"
-    assert not ray.is_initialized()
+GIVEN_AGAIN = """
+import pickle, sys
+import ray
+import train
+
+assert train.run(pickle.load(open(sys.argv[1], "rb"))) == 0
+assert not ray.is_initialized()
+"""
+
+
+def test_a_complete_run_that_is_given_again_ends_well_without_ray(tmp_path: Path) -> None:
+    """In a process of its own: in this one other tests may have started Ray."""
+    given = tmp_path / "config"
+    given.write_bytes(pickle.dumps(resumed(tmp_path, 2)))
+    result = subprocess.run(
+        [sys.executable, "-c", GIVEN_AGAIN, given],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "nothing left to run: 2 rollouts are done\n"
