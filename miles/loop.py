@@ -136,7 +136,6 @@ class Job:
             async with self._phase("sync", "update_weights_time", "syncing weights"):
                 await self._push_weights(self._moment("weight sync"))
 
-        await self._memory.make_room_for_engines()
         if await self._supervisor.with_all_engines(sync):
             await self._connect()
 
@@ -201,6 +200,7 @@ class Job:
             engines,
             self._router,
             self.config.rollout,
+            make_room=self._make_room,
             heal=self._heal,
             connect=self._connect,
         )
@@ -215,8 +215,8 @@ class Job:
         if trainer is not None and (offload.offload_train or offload.offload_rollout):
             self._memory = TakeTurns(trainer, self._engines, self.config)
         if self.config.cluster.colocate:
-            async with self._memory.phase("sync"):
-                await self._start_engines()
+            await self._memory.make_room_for_engines()
+            await self._start_engines()
 
     async def _start_trainer(self) -> None:
         if self._trainer is not None:
@@ -305,11 +305,15 @@ class Job:
     async def _watched[T](self, work: Coroutine[Any, Any, T]) -> T:
         return await (work if self._supervisor is None else self._supervisor.watch(work))
 
+    async def _make_room(self) -> None:
+        await self._memory.make_room_for_engines()
+
     async def _heal(self) -> None:
         """After an engine was replaced: everybody gets the trainer's weights, then serves."""
         assert self._engines is not None
         if self._trainer is not None:
-            await self._push_weights(self._moment("engine restart"))
+            async with self._memory.weights_at_hand():
+                await self._push_weights(self._moment("engine restart"))
         await self._connect()
 
     def _moment(self, what: str) -> str:

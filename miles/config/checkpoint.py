@@ -37,3 +37,7 @@ class CheckpointConfig:
     no_save_optim: Annotated[
         bool, Doc("Leave the optimizer out of checkpoints."), Flag(shared=True)
     ] = False
+    convert_optimizer_state: Annotated[
+        bool,
+        Doc("Let --load read an optimizer state whose moments were saved in another dtype."),
+    ] = False

@@ -93,8 +93,11 @@ class TrainRayActor(ABC):
         and so is every save that was still being written."""
 
     @abstractmethod
-    def sleep(self) -> None:
-        """Free the training device's memory, keeping the state in host memory. Idempotent."""
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        """Free the training device's memory, keeping the state in host memory or on disk.
+        Idempotent. With ``keep_weights`` the policy's weights stay on the device, for
+        ``update_weights``; another call without it frees them too. Raises ``OffloadError`` and
+        leaves what it was about to free as it was."""
 
     @abstractmethod
     def wake_up(self) -> None:

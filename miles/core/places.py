@@ -1,4 +1,4 @@
-"""Whether a directory that a run is to write can be made."""
+"""What a directory is that a run is to write into."""
 
 import os
 from pathlib import Path
@@ -27,3 +27,16 @@ def reason_against(directory: str) -> str | None:
     if not os.access(existing, os.W_OK | os.X_OK):
         return f"cannot be written: no permission in {existing}"
     return None
+
+
+def lies_in_memory(directory: str) -> bool:
+    """Whether files in ``directory``, which may be missing yet, would lie in host memory."""
+    place = Path(directory).absolute()
+    existing = next(folder for folder in (place, *place.parents) if folder.exists()).resolve()
+    innermost, kind = "", ""
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, mount, name, *_ = line.split()
+        # Of two mounts at one place the later one is seen.
+        if existing.is_relative_to(mount) and len(mount) >= len(innermost):
+            innermost, kind = mount, name
+    return kind in ("tmpfs", "ramfs")

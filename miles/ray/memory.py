@@ -12,6 +12,8 @@ from miles.ray.rollout.engines import Engines
 from miles.ray.train.group import TrainGroup
 
 Phase = Literal["rollout", "train", "sync"]
+_TrainerState = Literal["awake", "weights", "asleep"]
+"""What a trainer has on its devices: all, its weights alone, or nothing."""
 
 
 class Memory(Protocol):
@@ -20,7 +22,11 @@ class Memory(Protocol):
     def phase(self, name: Phase) -> AbstractAsyncContextManager[None]: ...
 
     async def make_room_for_engines(self) -> None:
-        """Let an engine start between two phases."""
+        """Let an engine start, between two phases or in one for engines."""
+        ...
+
+    def weights_at_hand(self) -> AbstractAsyncContextManager[None]:
+        """While engines generate: the trainer can send its weights in here."""
         ...
 
     def take_seconds(self) -> dict[str, float]:
@@ -45,6 +51,10 @@ class Resident:
     async def make_room_for_engines(self) -> None:
         pass
 
+    @asynccontextmanager
+    async def weights_at_hand(self) -> AsyncGenerator[None]:
+        yield
+
     def take_seconds(self) -> dict[str, float]:
         return {}
 
@@ -53,8 +63,11 @@ class TakeTurns:
     """Moves between phases in an order that never holds both on the device.
 
     train: engines release what --offload-rollout-level says, then the trainer wakes. sync: the
-    trainer sleeps (it sends from host memory), then engines take their weights back; after it their
-    key/value cache and graphs. rollout: like the end of sync.
+    trainer sleeps, then engines take their weights back; after it their key/value cache and graphs.
+    rollout: like the end of sync.
+
+    In a sync the trainer sends from host memory. Where its weights would have to come from a disk,
+    or from nowhere, they stay on the device until the sync is over.
     """
 
     def __init__(self, trainer: TrainGroup, engines: Engines | None, config: MilesConfig) -> None:
@@ -62,7 +75,12 @@ class TakeTurns:
         self._engines = engines if config.offload.offload_rollout else None
         self._released = released_tags(config.offload.offload_rollout_level)
         self._trainer_sleeps = bool(config.offload.offload_train)
-        self._trainer_awake = True
+        self._drops_weights = config.offload.rematerialize_param_from_master_weight
+        self._sends_from_device = (
+            self._drops_weights or config.offload.offload_train_target == "disk"
+        )
+        self._state: _TrainerState = "awake"
+        self._has_weights = True
         self._timer = Timer()
 
     @asynccontextmanager
@@ -72,19 +90,36 @@ class TakeTurns:
             await self._wake_trainer()
             yield
             return
-        await self._sleep_trainer()
+        if name == "sync":
+            await self._prepare_to_send()
+        else:
+            await self._sleep_trainer()
         await self._resume({"weights"})
         if name == "rollout":
             await self._resume({"kv_cache", "cuda_graph"})
         yield
         if name == "sync":
+            await self._sleep_trainer()
             await self._resume({"kv_cache", "cuda_graph"})
 
     async def make_room_for_engines(self) -> None:
         await self._sleep_trainer()
 
+    @asynccontextmanager
+    async def weights_at_hand(self) -> AsyncGenerator[None]:
+        if not self._has_weights:
+            await self._prepare_to_send()
+        yield
+        await self._sleep_trainer()
+
     def take_seconds(self) -> dict[str, float]:
         return self._timer.take()
+
+    async def _prepare_to_send(self) -> None:
+        if not self._has_weights:
+            # Those that it does not keep are made from what only a trainer that is awake has.
+            await self._wake_trainer()
+        await self._sleep_trainer(keep_weights=self._sends_from_device)
 
     async def _release(self, tags: Collection[MemoryTag]) -> None:
         if self._engines is not None:
@@ -97,13 +132,16 @@ class TakeTurns:
                 await self._engines.resume_memory(tags)
 
     async def _wake_trainer(self) -> None:
-        if self._trainer_sleeps and not self._trainer_awake:
+        if self._trainer_sleeps and self._state != "awake":
             with self._timer.span("trainer_wake_up"):
                 await self._trainer.wake_up()
-            self._trainer_awake = True
+            self._state, self._has_weights = "awake", True
 
-    async def _sleep_trainer(self) -> None:
-        if self._trainer_sleeps and self._trainer_awake:
+    async def _sleep_trainer(self, *, keep_weights: bool = False) -> None:
+        wanted: _TrainerState = "weights" if keep_weights else "asleep"
+        if self._trainer_sleeps and self._state not in ("asleep", wanted):
             with self._timer.span("trainer_sleep"):
-                await self._trainer.sleep()
-            self._trainer_awake = False
+                await self._trainer.sleep(keep_weights=keep_weights)
+            if (self._state, wanted) == ("weights", "asleep"):
+                self._has_weights = not self._drops_weights
+            self._state = wanted

@@ -225,6 +225,9 @@ def check_places(config: MilesConfig) -> list[Problem]:
         "tensorboard_dir": config.observability.tensorboard_dir,
         "wandb_dir": config.observability.wandb_dir,
     }
+    if config.cluster.actor_num_nodes == 1:
+        # Several machines have disks of their own, which only they can ask.
+        directories["offload_train_disk_dir"] = config.offload.offload_train_disk_dir
     files = {
         "save_hf": config.checkpoint.save_hf,
         "save_debug_rollout_data": config.observability.save_debug_rollout_data,

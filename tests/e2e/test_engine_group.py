@@ -211,7 +211,9 @@ def test_work_that_fails_by_itself_is_not_repeated(
 
 
 def supervisor_of(engines: EngineGroup, config: MilesConfig) -> EngineSupervisor:
-    return EngineSupervisor(engines, None, config.rollout, heal=never, connect=never)
+    return EngineSupervisor(
+        engines, None, config.rollout, make_room=never, heal=never, connect=never
+    )
 
 
 async def never() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from miles.backends.training_utils.checkpoints import REQUESTED, check_load, read_tracker
 from miles.utils.external_utils.command_utils import to_argv
-from tests.e2e.conftest import ROOT, Start, completed, metrics_of, wait_until
+from tests.e2e.conftest import ROOT, Start, completed, metrics_of, wait_until, with_backend
 
 Runner = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -86,6 +86,47 @@ def test_an_engine_that_dies_while_the_trainer_works_is_replaced(
     assert "restarting it" in result.stdout + result.stderr
     assert [row["step"] for row in metrics_of(tmp_path)] == [1, 2, 3]
     assert not engines_of(own_model)
+
+
+@pytest.mark.full
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {
+            "rematerialize-param-from-master-weight": True,
+            "check-rematerialize-param-from-master-weight": True,
+        },
+        {"offload-train-target": "disk", "stream-optimizer-state-to-disk": True},
+    ],
+    ids=["rematerialized", "streamed"],
+)
+def test_engines_that_die_colocated_get_weights_that_the_trainer_does_not_hold(
+    run_train: Runner,
+    base_flags: dict[str, Any],
+    own_model: Path,
+    tmp_path: Path,
+    memory: dict[str, Any],
+) -> None:
+    """While it sleeps it has neither them nor a copy; here they are asked for once more."""
+    if "offload-train-target" in memory:
+        memory = {**memory, "offload-train-disk-dir": tmp_path / "scratch"}
+    hook = "tests.e2e.broken_hooks.kill_the_engines_after_the_second_rollout"
+    omitted = ("rollout-num-gpus", "fp32")
+    result = run_train(
+        {
+            **with_backend({k: v for k, v in base_flags.items() if k not in omitted}, "megatron"),
+            "hf-checkpoint": own_model,
+            "colocate": True,
+            "rollout-num-gpus-per-engine": 2,
+            **memory,
+            "custom-reward-post-process-path": hook,
+            "run-dir": tmp_path / "run",
+        }
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "restarting it" in result.stdout + result.stderr
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2, 3]
 
 
 def test_a_failure_in_user_code_names_actor_rollout_and_cause(

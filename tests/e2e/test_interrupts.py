@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,14 @@ def interrupt(process: "subprocess.Popen[str]", folder: Path, sign: signal.Signa
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             server.bind(("127.0.0.1", port))
     return output
+
+
+@pytest.fixture(autouse=True)
+def interrupts_arrive() -> Generator[None]:
+    """A shell has what it starts in the background ignore them, and so would the runs here."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -109,9 +109,11 @@ def test_a_run_without_trainer_starts_at_the_rollout_it_is_told_to(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("state", ["resident", "streamed"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_run_killed_at_any_moment_resumes_to_the_same_numbers(
     backend: str,
+    state: str,
     run_train: Runner,
     environment: dict[str, str],
     base_flags: dict[str, Any],
@@ -125,6 +127,15 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_numbers(
         "save-interval": 1,
     }
     without_saving = {k: v for k, v in flags.items() if k not in ("save", "load", "save-interval")}
+    if state == "streamed":
+        # The run that is not killed keeps its state on the device.
+        turns = {"colocate": True, "rollout-num-gpus": None}
+        without_saving |= turns
+        flags |= turns | {
+            "offload-train-target": "disk",
+            "offload-train-disk-dir": tmp_path / "scratch",
+            "stream-optimizer-state-to-disk": True,
+        }
     whole = run_train({**without_saving, "run-dir": tmp_path / "whole"})
     assert whole.returncode == 0, whole.stdout + whole.stderr
     command = [sys.executable, str(ROOT / "train.py")]

@@ -23,6 +23,15 @@ def numbers(row: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in row.items() if not k.startswith(TIMES)}
 
 
+def on_disk(folder: Path) -> dict[str, Any]:
+    return {
+        "offload-train-target": "disk",
+        "offload-train-disk-dir": folder,
+        "offload-train-disk-chunk-mb": 1,
+        "stream-optimizer-state-to-disk": True,
+    }
+
+
 @pytest.fixture(scope="module", params=BACKENDS)
 def flags(
     request: pytest.FixtureRequest, base_flags: dict[str, Any], reverse_data: Path
@@ -119,15 +128,18 @@ def test_the_export_is_what_transformers_loads(reference_run: Path) -> None:
     assert load_tokenizer(str(exports[-1])).eos_token == "<eos>"
 
 
+@pytest.mark.parametrize("target", ["disk", pytest.param("cpu", marks=pytest.mark.full)])
 def test_a_colocated_run_equals_the_disaggregated_one(
-    run_train: Runner, flags: dict[str, Any], reference_run: Path, tmp_path: Path
+    run_train: Runner, flags: dict[str, Any], reference_run: Path, tmp_path: Path, target: str
 ) -> None:
+    """Wherever the trainer's state lies while it sleeps, and during its steps."""
     # Without --rollout-engine too: its default must find the same engine.
     omitted = ("rollout-num-gpus", "rollout-engine")
     result = run_train(
         {
             **{k: v for k, v in flags.items() if k not in omitted},
             "colocate": True,
+            **(on_disk(tmp_path / "scratch") if target == "disk" else {}),
             "run-dir": tmp_path,
         }
     )

@@ -15,10 +15,15 @@ from miles.backends.fsdp_utils.optimizer import Optimizer
 from miles.backends.fsdp_utils.parallel import build_mesh, parallel_state
 from miles.backends.fsdp_utils.precision import make_precision
 from miles.backends.fsdp_utils.weights import model_tensors, stream_weights
+from miles.backends.training_utils import checkpoints, optimizer_state
 from miles.backends.training_utils.consume import consume
 from miles.backends.training_utils.hf_export import export_hf
 from miles.backends.training_utils.losses import needs_entropy
-from miles.backends.training_utils.offload_store import HostStore, local_tensor
+from miles.backends.training_utils.offload_store import (
+    OffloadStore,
+    local_tensor,
+    make_backing,
+)
 from miles.config.derived import total_optimizer_steps
 from miles.config.root import MilesConfig
 from miles.contracts.engine import EngineSet
@@ -55,7 +60,11 @@ class FSDPPolicyOps:
             self.ref = load_model(path, mesh, replace(options, precision=frozen))
             self.ref.fuse_head = self.model.fuse_head
         self.optimizer = Optimizer(
-            self.model, config.optimizer, self.parallel, total_optimizer_steps(config)
+            self.model,
+            config.optimizer,
+            self.parallel,
+            total_optimizer_steps(config),
+            config.offload,
         )
         supervised = config.algorithm.loss_type == "sft_loss"
         self._options = HeadOptions(
@@ -64,7 +73,11 @@ class FSDPPolicyOps:
             chunk_size=config.algorithm.log_probs_chunk_size,
         )
         self._with_entropy = needs_entropy(config.algorithm)
-        self.store = HostStore(self._state)
+        self.store = OffloadStore(
+            make_backing(config.offload),
+            weights=lambda: model_tensors(self.model.module),
+            others=self._others,
+        )
 
     def log_probs(self, batches: Sequence[MicroBatch], *, weights: WeightsTag) -> list[Tensor]:
         model = self.model if weights == "actor" else self.ref
@@ -96,10 +109,14 @@ class FSDPPolicyOps:
         for key, tensor in model_tensors(self.ref.module).items():
             local_tensor(tensor).copy_(local_tensor(source[key]))
 
-    def _state(self) -> dict[str, Tensor]:
-        """All that must survive sleep; the policy's tensors under their own names."""
-        state = dict(model_tensors(self.model.module))
-        state |= {f"optimizer:{k}": v for k, v in self.optimizer.state_tensors().items()}
+    def close(self) -> None:
+        """Give disk space back."""
+        self.store.close()
+        self.optimizer.close()
+
+    def _others(self) -> dict[str, Tensor]:
+        """All that must survive sleep beside the policy's tensors."""
+        state = {f"optimizer:{k}": v for k, v in self.optimizer.resident_tensors().items()}
         if self.ref is not None:
             state |= {f"ref:{k}": v for k, v in model_tensors(self.ref.module).items()}
         return state
@@ -159,9 +176,9 @@ class FSDPTrainRayActor(TrainRayActor):
             directory = settings.save_hf.format(rollout_id=rollout_id)
             export_hf(directory, source, self.ops.model.weights, self.ops.hf_weights())
 
-    def sleep(self) -> None:
+    def sleep(self, *, keep_weights: bool = False) -> None:
         self.ops.model.reshard()
-        self.ops.store.sleep()
+        self.ops.store.sleep(keep_weights=keep_weights)
 
     def wake_up(self) -> None:
         self.ops.store.wake_up()
@@ -170,6 +187,7 @@ class FSDPTrainRayActor(TrainRayActor):
         """Finish the save in the background, then leave the process group."""
         self._weight_sync.close()
         self._checkpointer.finish()
+        self.ops.close()
         super().shutdown()
 
     def _require_awake(self, method: str) -> None:
@@ -196,6 +214,7 @@ class FSDPTrainRayActor(TrainRayActor):
             "seed": self.config.algorithm.seed,
             "weight_version": self._weight_sync.version,
             "config": self.config.to_dict(),
+            optimizer_state.KEY: self.ops.optimizer.described(),
             "dtypes": {
                 weight.name: str(weight.dtype).removeprefix("torch.")
                 for weight in self.ops.model.weights
@@ -210,6 +229,13 @@ class FSDPTrainRayActor(TrainRayActor):
             if name in parts and not self._checkpointer.has(step, name):
                 del parts[name]
                 log.warning("%s has no %s: it starts afresh", step, name)
+        if "optimizer" in parts:
+            optimizer_state.check(
+                step,
+                checkpoints.read_metadata(step),
+                self.ops.optimizer.described(),
+                convert=self.config.checkpoint.convert_optimizer_state,
+            )
         metadata = self._checkpointer.load(step, parts)
         self.ops.optimizer.load_schedule_state(parts["lr_scheduler"])
         # The next update then gets the version that it would have had.

@@ -12,8 +12,11 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from miles.backends.fsdp_utils.model import ShardedModel
+from miles.backends.training_utils import optimizer_state
 from miles.backends.training_utils.offload_store import local_tensor
 from miles.backends.training_utils.schedule import learning_rate_at
+from miles.backends.training_utils.streamed_optimizer import AdamShard, StreamedAdam
+from miles.config.offload import OffloadConfig
 from miles.config.optimizer import OptimizerConfig
 from miles.contracts.parallel import ParallelState
 from miles.contracts.types import LossFn, MicroBatch, StepStats, TokenStats
@@ -46,6 +49,16 @@ class LossScale:
             self.value, self.good_steps = self.value * 2, 0
 
 
+class _StreamedAdamW(AdamW):
+    """Settings, schedule and step counts are AdamW's; moments and the update are elsewhere."""
+
+    update: Callable[[], None]
+
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert closure is None, "gradients are there before the step"
+        self.update()
+
+
 class Optimizer:
     """One step at a time: accumulate, reduce, clip, update."""
 
@@ -55,14 +68,20 @@ class Optimizer:
         config: OptimizerConfig,
         parallel: ParallelState,
         total_steps: int,
+        offload: OffloadConfig,
     ) -> None:
+        """Raises ``OffloadError`` where ``offload`` wants the moments on a disk that has no room.
+
+        The master weights are the parameters themselves, which every forward pass needs: they stay.
+        """
         self._model = model
         self._clip = config.clip_grad
         self._parallel = parallel
         self._fused = device.supports_fused_optimizer()
         self.names: dict[str, Tensor] = dict(model.module.named_parameters())
         # A rate of 1 that the schedule multiplies: the product is exactly what the schedule says.
-        self.adam = AdamW(
+        streams = offload.stream_optimizer_state_to_disk
+        self.adam = (_StreamedAdamW if streams else AdamW)(
             self.names.values(),
             lr=1.0,
             betas=(config.adam_beta1, config.adam_beta2),
@@ -74,6 +93,10 @@ class Optimizer:
             self.adam, lambda step: learning_rate_at(step, config, total_steps)
         )
         self.scale = LossScale(model.precision.scales_loss)
+        self._streamed: StreamedAdam | None = None
+        if isinstance(self.adam, _StreamedAdamW):
+            self._streamed = self._stream_from(offload)
+            self.adam.update = self._update_streamed
         self._initialise_state()
 
     def step(
@@ -135,6 +158,23 @@ class Optimizer:
             for kind in (*MOMENTS, "step")
         }
 
+    def described(self) -> dict[str, Any]:
+        """The form of the state, for the metadata of a checkpoint."""
+        state = next(iter(self.adam.state.values()))
+        moments = {kind: state[kind].dtype for kind in MOMENTS}
+        return optimizer_state.described(moments, streamed=self._streamed is not None)
+
+    def resident_tensors(self) -> dict[str, Tensor]:
+        """Those of ``state_tensors`` that are not on a disk."""
+        if self._streamed is None:
+            return self.state_tensors()
+        return {k: t for k, t in self.state_tensors().items() if k.endswith(".step")}
+
+    def close(self) -> None:
+        """Give the disk space back. Idempotent."""
+        if self._streamed is not None:
+            self._streamed.close()
+
     def schedule_state(self) -> dict[str, Tensor]:
         """Position of the schedule and the loss scale, as tensors to save or to load into."""
         return {
@@ -157,12 +197,42 @@ class Optimizer:
 
     def _initialise_state(self) -> None:
         """What AdamW makes in its first step, so that it can be saved or loaded before."""
-        for parameter in self.names.values():
-            where = parameter.device if self._fused else torch.device("cpu")
+        on_device = self._fused and self._streamed is None
+        for number, parameter in enumerate(self.names.values()):
+            where = parameter.device if on_device else torch.device("cpu")
+            if self._streamed is None:
+                moments = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
+            else:
+                moments = {
+                    kind: _shaped_like(parameter, flat)
+                    for kind, flat in self._streamed.tensors(number).items()
+                }
             self.adam.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=where),
-                **{kind: torch.zeros_like(parameter) for kind in MOMENTS},
+                **moments,
             }
+
+    def _stream_from(self, offload: OffloadConfig) -> StreamedAdam:
+        state, settings = self.adam.state, self.adam.param_groups[0]
+
+        def shard(parameter: Tensor) -> AdamShard:
+            local = local_tensor(parameter)
+            return AdamShard(
+                numel=local.numel(),
+                gradient=lambda: None if parameter.grad is None else local_tensor(parameter.grad),
+                settings=settings,
+                num_steps=lambda: int(state[parameter]["step"]),
+                parameter=local,
+            )
+
+        return StreamedAdam([shard(parameter) for parameter in self.names.values()], offload)
+
+    def _update_streamed(self) -> None:
+        assert self._streamed is not None
+        for parameter in self.names.values():
+            if parameter.grad is not None:
+                self.adam.state[parameter]["step"] += 1
+        self._streamed.step()
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.names.values() if p.grad is not None]
@@ -188,6 +258,14 @@ class Optimizer:
         keys = sorted(totals)
         summed = self._parallel.dp_sum(torch.stack([totals[key] for key in keys]))
         return dict(zip(keys, summed.tolist(), strict=True))
+
+
+def _shaped_like(parameter: Tensor, flat: Tensor) -> Tensor:
+    """This rank's shard ``flat`` as part of a tensor that is divided as the parameter is."""
+    assert isinstance(parameter, DTensor)
+    shard = flat.view(local_tensor(parameter).shape)
+    # from_local would copy it to the parameter's device.
+    return DTensor(shard, parameter._spec, requires_grad=False)  # pyright: ignore
 
 
 def _add(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from miles.backends.training_utils.offload_store import HostStore
+from miles.backends.training_utils.offload_store import OffloadStore
 from miles.contracts.types import NamedTensor
 from miles.core.experts import ExpertSlice, expert_slices
 from miles.core.hf import CheckpointDirError
@@ -88,7 +88,7 @@ def dtypes_by_key(weights: Sequence[Weight]) -> dict[str, torch.dtype]:
 
 
 def stream_weights(
-    model: nn.Module, weights: Sequence[Weight], store: HostStore
+    model: nn.Module, weights: Sequence[Weight], store: OffloadStore
 ) -> Iterator[NamedTensor]:
     """Yield every weight in full on every rank, cast to its dtype; collective, also asleep.
 

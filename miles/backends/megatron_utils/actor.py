@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from miles.backends.megatron_utils import cpu_platform
+from miles.backends.training_utils import checkpoints, optimizer_state
 from miles.backends.training_utils.consume import consume
 from miles.backends.training_utils.hf_export import export_hf
 from miles.contracts.engine import EngineSet
@@ -84,9 +85,8 @@ class MegatronTrainRayActor(TrainRayActor):
             directory = settings.save_hf.format(rollout_id=rollout_id)
             export_hf(directory, source, self.ops.exported(), self.ops.hf_weights())
 
-    def sleep(self) -> None:
-        if not self.ops.store.asleep:
-            self.ops.sleep()
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        self.ops.sleep(keep_weights=keep_weights)
 
     def wake_up(self) -> None:
         self.ops.store.wake_up()
@@ -115,6 +115,7 @@ class MegatronTrainRayActor(TrainRayActor):
             "seed": self.config.algorithm.seed,
             "weight_version": self._weight_sync.version,
             "config": self.config.to_dict(),
+            optimizer_state.KEY: self.ops.optimizer.described(),
             "dtypes": {
                 tensor.name: str(tensor.dtype).removeprefix("torch.")
                 for tensor in self.ops.exported()
@@ -124,6 +125,13 @@ class MegatronTrainRayActor(TrainRayActor):
     def _resume(self, step: Path) -> int:
         # A reference that moved stays where it is, also when it is not to move any more.
         self._ref_has_moved = self._ref_has_moved or self._checkpointer.has(step, "ref")
+        if self._checkpointer.has(step, "optimizer"):
+            optimizer_state.check(
+                step,
+                checkpoints.read_metadata(step),
+                self.ops.optimizer.described(),
+                convert=self.config.checkpoint.convert_optimizer_state,
+            )
         metadata = self._checkpointer.load(step, self._state(optimizer=True))
         # The next update then gets the version that it would have had.
         self._weight_sync.version = int(metadata.get("weight_version", 0))

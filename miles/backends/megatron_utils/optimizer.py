@@ -15,7 +15,11 @@ from megatron.training.training import get_megatron_optimizer_config
 from torch import Tensor, nn
 
 from miles.backends.megatron_utils.fp32_param_utils import number_marked_parameters
+from miles.backends.megatron_utils.streaming import StreamedInner, stream_state
+from miles.backends.training_utils import optimizer_state
 from miles.backends.training_utils.schedule import learning_rate_at
+from miles.backends.training_utils.streamed_optimizer import MEAN, SQUARE, streamed_moments
+from miles.config.offload import OffloadConfig
 from miles.config.optimizer import OptimizerConfig
 from miles.contracts.types import StepStats
 
@@ -79,7 +83,9 @@ class Optimizer:
         args: argparse.Namespace,
         config: OptimizerConfig,
         total_steps: int,
+        offload: OffloadConfig,
     ) -> None:
+        """Raises ``OffloadError`` where ``offload`` wants the state on a disk that has no room."""
         self.chunks: list[Any] = chunks
         settings, overrides = _settings(args)
         self.megatron: Any = get_megatron_optimizer(
@@ -89,6 +95,10 @@ class Optimizer:
             use_gloo_process_groups=args.use_gloo_process_groups,
         )
         number_marked_parameters(self.megatron)
+        self._moments = _moment_dtypes(args, offload)
+        self._streamed: list[StreamedInner] = []
+        if offload.stream_optimizer_state_to_disk:
+            self._streamed = stream_state(self.megatron, offload)
         self.schedule = Schedule(self.megatron, args, config, total_steps)
         self._clip = config.clip_grad
         self._connect(args)
@@ -145,9 +155,15 @@ class Optimizer:
             if not part.is_stub_optimizer
         ]
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Every tensor that the optimizer holds beside the model's: master parameters, moments."""
+    def described(self) -> dict[str, Any]:
+        """The form of the state, for the metadata of a checkpoint."""
+        return optimizer_state.described(self._moments, streamed=bool(self._streamed))
+
+    def resident_tensors(self) -> dict[str, Tensor]:
+        """What the optimizer holds on the device beside the model's: master parameters, moments."""
         tensors: dict[str, Tensor] = {}
+        if self._streamed:
+            return tensors
         for number, part in enumerate(self.parts()):
             parameters = [p for group in part.param_groups for p in group["params"]]
             for index, parameter in enumerate(parameters):
@@ -157,6 +173,20 @@ class Optimizer:
                     if isinstance(value, Tensor):
                         tensors[f"{prefix}.{kind}"] = value
         return tensors
+
+    def restore_parameters(self) -> None:
+        """Make the model's parameters anew from the master weights. Collective."""
+        for part in self.megatron.chained_optimizers:
+            if not part.is_stub_optimizer:
+                part._copy_main_params_to_model_params()
+        for chunk in self.chunks:
+            if chunk.ddp_config.use_distributed_optimizer:
+                chunk.start_param_sync(force_sync=True)
+
+    def close(self) -> None:
+        """Give the disk space back. Idempotent."""
+        for inner in self._streamed:
+            inner.close()
 
     def _connect(self, args: argparse.Namespace) -> None:
         """What the schedules of micro-batches take from the model's config."""
@@ -187,6 +217,14 @@ def _settings(args: argparse.Namespace) -> tuple[Any, dict[Any, Any]]:
     settings, overrides = made
     # Weight decay reaches norms and biases too: both backends train alike.
     return settings, {key: value for key, value in overrides.items() if "wd_mult" not in value}
+
+
+def _moment_dtypes(args: argparse.Namespace, offload: OffloadConfig) -> dict[str, torch.dtype]:
+    if offload.stream_optimizer_state_to_disk:
+        return streamed_moments(offload)
+    narrow = args.use_precision_aware_optimizer
+    dtypes = {MEAN: args.exp_avg_dtype, SQUARE: args.exp_avg_sq_dtype}
+    return dtypes if narrow else dict.fromkeys(dtypes, torch.float32)
 
 
 def _one_or_all(functions: list[Any]) -> Any:

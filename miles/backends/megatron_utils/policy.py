@@ -16,12 +16,13 @@ from miles.backends.megatron_utils.head import HeadOptions
 from miles.backends.megatron_utils.initialize import initialize, parallel_state
 from miles.backends.megatron_utils.model import PolicyModel
 from miles.backends.megatron_utils.optimizer import Optimizer
+from miles.backends.megatron_utils.rematerialize import RebuiltWeights
 from miles.backends.megatron_utils.sharded_state import TrainerState
 from miles.backends.megatron_utils.shards import local_tensors
 from miles.backends.megatron_utils.weights import exported, load_hf, stream_hf
 from miles.backends.training_utils.hf_files import Header, HFFiles
 from miles.backends.training_utils.losses import needs_entropy
-from miles.backends.training_utils.offload_store import HostStore
+from miles.backends.training_utils.offload_store import OffloadStore, make_backing
 from miles.config.derived import is_supervised, total_optimizer_steps
 from miles.config.errors import ConfigError, Problem
 from miles.config.root import MilesConfig
@@ -56,7 +57,7 @@ class MegatronPolicyOps:
         )
         self.model = PolicyModel(chunks, self.args, self.parallel, options)
         self.optimizer = Optimizer(
-            chunks, self.args, config.optimizer, total_optimizer_steps(config)
+            chunks, self.args, config.optimizer, total_optimizer_steps(config), config.offload
         )
         self.ref: PolicyModel | None = None
         if with_ref:
@@ -65,7 +66,15 @@ class MegatronPolicyOps:
             self.ref = PolicyModel(frozen, self.args, self.parallel, options)
         self._with_entropy = needs_entropy(config.algorithm)
         self._rollout_id = self._step_id = 0
-        self.store = HostStore(self._state, self._gradients)
+        self._rebuilt = RebuiltWeights(config.offload, self._mastered, self.optimizer)
+        self.store = OffloadStore(
+            make_backing(config.offload),
+            weights=self._weights,
+            others=self._others,
+            scratch=self._gradients,
+            derived=self._rebuilt.derived,
+            rebuild=self._rebuilt.rebuild,
+        )
 
     def begin_rollout(self, rollout_id: int) -> None:
         """Steps are counted within the rollout, for the hook before each of them."""
@@ -104,17 +113,22 @@ class MegatronPolicyOps:
         """What ``hf_weights`` yields, in its order."""
         return exported(self._converter, self._files, fp16=self._config.precision.fp16)
 
-    def sleep(self) -> None:
+    def sleep(self, *, keep_weights: bool) -> None:
         """Free the device memory of weights, optimizer and gradients. Collective."""
-        self.model.synchronize_parameters()
-        self.store.sleep()
+        if not self.store.asleep:
+            self.model.synchronize_parameters()
+            self._rebuilt.note()
+        self.store.sleep(keep_weights=keep_weights)
 
     def close(self) -> None:
-        """Let go of model, gradients and process groups; nothing can be called after it.
+        """Let go of model, gradients, disk space and process groups; nothing can be called after
+        it.
 
         Gradient hooks keep Megatron's wrapper alive as long as the process, in a circle that
         Python's collector does not see: so the wrapper is emptied.
         """
+        self.store.close()
+        self.optimizer.close()
         for chunk in self.optimizer.chunks:
             vars(chunk).clear()
 
@@ -172,14 +186,25 @@ class MegatronPolicyOps:
         path = self._config.algorithm.ref_load
         return None if path is None else find_weights("--ref-load", path)
 
-    def _state(self) -> dict[str, Tensor]:
-        """All that must survive sleep; the policy's parameters under their global names."""
-        state = dict(local_tensors(self.model.chunks))
-        state |= {f"buffer:{k}": v for k, v in _buffers(self.model.chunks).items()}
-        state |= {f"optimizer:{k}": v for k, v in self.optimizer.state_tensors().items()}
+    def _weights(self) -> dict[str, Tensor]:
+        """The policy's parameters under their global names, and its buffers."""
+        buffers = {f"buffer:{k}": v for k, v in _buffers(self.model.chunks).items()}
+        return local_tensors(self.model.chunks) | buffers
+
+    def _others(self) -> dict[str, Tensor]:
+        """All that must survive sleep beside them."""
+        state = {f"optimizer:{k}": v for k, v in self.optimizer.resident_tensors().items()}
         if self.ref is not None:
             state |= {f"ref:{k}": v for k, v in _tensors(self.ref.chunks).items()}
         return state
+
+    def _mastered(self) -> dict[str, Tensor]:
+        """The policy's parameters that are rounded copies of master weights."""
+        return {
+            name: parameter
+            for name, parameter in local_tensors(self.model.chunks).items()
+            if parameter.requires_grad and parameter.dtype != torch.float32
+        }
 
     def _gradients(self) -> dict[str, Tensor]:
         """The buffers of DDP, which every step zeroes before it begins."""

@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Callable
 
 from miles.backends.megatron_utils import package
+from miles.backends.megatron_utils.offload_rules import OFFLOAD_RULES
 from miles.config.errors import Problem
 from miles.config.messages import Message, warning
 from miles.config.root import MilesConfig
@@ -247,6 +248,7 @@ RULES: tuple[Rule, ...] = (
     load_balance_is_of_a_micro_batch,
     formats_are_ours,
     kernels_are_installed,
+    *OFFLOAD_RULES,
 )
 
 _CONTEXT = "context_parallel_size"

@@ -32,7 +32,7 @@ from miles.core import distributed
 from miles.core.hf import CheckpointDirError
 
 ReadLocal = Callable[[str, Tensor], Tensor]
-"""``HostStore.read``: this rank's shard, wherever its bytes are, from its global name and the
+"""``OffloadStore.read``: this rank's shard, wherever its bytes are, from its global name and the
 live tensor."""
 
 

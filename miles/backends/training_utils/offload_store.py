@@ -1,4 +1,4 @@
-"""Sleep and wake: device storages copied to host memory and freed, later restored bit for bit."""
+"""Sleep and wake: device storages are copied elsewhere and freed, later restored bit for bit."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,27 +7,24 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from miles.core import device
+from miles.backends.training_utils.offload_backing import Backing, DiskBacking, HostBacking, Part
+from miles.config.offload import OffloadConfig
+from miles.core import device, logging, places
+
+log = logging.get(__name__)
+
+Named = Callable[[], Mapping[str, Tensor]]
 
 
-@dataclass
-class _Held:
-    """One storage that is freed; views of it may have many names."""
-
-    storage: torch.UntypedStorage
-    num_bytes: int
-    where: torch.device
-    host: Tensor | None
-    """uint8, the whole storage; ``None`` when it comes back zeroed."""
-
-
-@dataclass
+@dataclass(frozen=True)
 class _Entry:
-    """One name of the state."""
+    """One name of the weights while its storage is freed."""
 
     local: Tensor
-    """Metadata only while its storage is empty."""
-    held: _Held
+    """Metadata only."""
+    part: Part
+    saved: bool
+    """Otherwise it is made anew when the trainer wakes."""
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -36,99 +33,152 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def make_backing(config: OffloadConfig) -> Backing:
+    """Where ``--offload-train-target`` says. Raises ``OffloadError``."""
+    if config.offload_train_target == "cpu":
+        return HostBacking()
+    directory = config.offload_train_disk_dir
+    assert directory is not None, "resolved"
+    if places.lies_in_memory(directory):
+        log.warning(
+            "--offload-train-disk-dir %s lies in host memory (tmpfs): nothing is spared", directory
+        )
+    return DiskBacking(directory, config.offload_train_disk_chunk_mb << 20)
+
+
 def _nothing() -> Mapping[str, Tensor]:
     return {}
 
 
-class HostStore:
-    """Where the trainer's state lies while it sleeps.
+class OffloadStore:
+    """Frees the device memory of a trainer's state, and brings it back.
 
-    ``state`` names every tensor that must survive, ``scratch`` those whose storage is freed too but
-    comes back as zeros (gradient buffers). Several tensors may be views of one storage: it is
-    copied once, whole. Tensors keep their identity: only the storage behind them is emptied, so
-    that the references of FSDP, DDP and the optimizer stay good. With an accelerator, host buffers
-    are pinned and kept: pinning costs half a second a GiB.
+    ``weights`` are the policy's, which can stay for a weight update or be read one by one while
+    they are gone; ``others`` is all else that must survive; ``scratch`` comes back as zeros
+    (gradient buffers). Several tensors may be views of one storage: it moves once, whole. Tensors
+    keep their identity: only the storage behind them is emptied, so that the references of FSDP,
+    DDP and the optimizer stay good.
+
+    ``derived`` names those of the weights that ``rebuild`` makes from the rest. They are not kept
+    while the trainer sleeps if a weight update has had them before (``sleep(keep_weights=True)``,
+    then ``sleep()``); otherwise the engines' next weights have to come from a copy.
     """
 
     def __init__(
         self,
-        state: Callable[[], Mapping[str, Tensor]],
-        scratch: Callable[[], Mapping[str, Tensor]] = _nothing,
+        backing: Backing,
+        *,
+        weights: Named,
+        others: Named = _nothing,
+        scratch: Named = _nothing,
+        derived: Named = _nothing,
+        rebuild: Callable[[], None] = lambda: None,
     ) -> None:
-        self._state = state
-        self._scratch = scratch
-        self._asleep = False
+        self._backing = backing
+        self._weights, self._others, self._scratch = weights, others, scratch
+        self._derived, self._rebuild = derived, rebuild
+        self._asleep = self._weights_gone = self._must_rebuild = False
         self._entries: dict[str, _Entry] = {}
-        self._held: list[_Held] = []
-        self._buffers: dict[str, Tensor] = {}
+        self._saved: list[Part] = []
+        self._zeroed: list[Part] = []
 
     @property
     def asleep(self) -> bool:
         return self._asleep
 
-    def sleep(self) -> None:
-        """Copy and free. Idempotent. Memory goes back to the device, not to PyTorch's cache."""
-        if self._asleep:
-            return
-        by_address: dict[int, _Held] = {}
-        entries: dict[str, _Entry] = {}
-        for name, tensor in self._state().items():
-            local = local_tensor(tensor)
-            storage = local.untyped_storage()
-            if storage.nbytes() == 0:
-                continue
-            held = by_address.get(storage.data_ptr())
-            if held is None:
-                host = self._host_buffer(name, storage.nbytes())
-                host.copy_(_bytes(storage, local.device), non_blocking=True)
-                held = _Held(storage, storage.nbytes(), local.device, host)
-                by_address[storage.data_ptr()] = held
-            entries[name] = _Entry(local, held)
-        for tensor in self._scratch().values():
-            local = local_tensor(tensor)
-            storage = local.untyped_storage()
-            # Of what also belongs to the state, the content survives.
-            if storage.nbytes() > 0 and storage.data_ptr() not in by_address:
-                held = _Held(storage, storage.nbytes(), local.device, None)
-                by_address[storage.data_ptr()] = held
-        device.synchronize()
-        self._asleep, self._entries, self._held = True, entries, list(by_address.values())
-        for held in self._held:
-            held.storage.resize_(0)
+    def tensors(self) -> dict[str, Tensor]:
+        """All that survives a sleep, by name; the live tensors."""
+        return {**self._others(), **self._weights()}
+
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        """Save and free; memory goes back to the device, not to PyTorch's cache. Idempotent.
+
+        ``keep_weights`` leaves the policy's weights where they are; another call without it frees
+        them too. Raises ``OffloadError`` and leaves what it was about to free as it was.
+        """
+        updated = self._asleep
+        if not self._asleep:
+            weights = _storages(self._weights())
+            others = _storages(self._others(), beside=weights)
+            self._save_and_free(others)
+            self._free(_storages(self._scratch(), beside=weights | others))
+            self._asleep = True
+        if not (keep_weights or self._weights_gone):
+            self._leave_weights(updated=updated)
+            self._weights_gone = True
         device.empty_cache()
 
     def wake_up(self) -> None:
-        """Undo ``sleep``. Idempotent."""
-        for held in self._held:
-            held.storage.resize_(held.num_bytes)
-            restored = _bytes(held.storage, held.where)
-            if held.host is None:
-                restored.zero_()
-            else:
-                restored.copy_(held.host, non_blocking=True)
+        """Undo ``sleep``. Idempotent; collective where weights are to be rebuilt."""
+        for part in (*self._saved, *self._zeroed):
+            part.storage.resize_(part.num_bytes)
+        self._backing.load(self._saved)
+        for part in self._zeroed:
+            part.device_bytes().zero_()
         device.synchronize()
-        self._asleep, self._entries, self._held = False, {}, []
+        self._asleep = self._weights_gone = False
+        self._entries, self._saved, self._zeroed = {}, [], []
+        if self._must_rebuild:
+            self._must_rebuild = False
+            self._rebuild()
 
     def read(self, name: str, tensor: Tensor) -> Tensor:
-        """This rank's shard of ``tensor`` on the device, whether awake or asleep."""
+        """This rank's shard of one of the weights, on the device, whether awake or asleep."""
         entry = self._entries.get(name)
         if entry is None:
             return local_tensor(tensor)
-        local, host = entry.local, entry.held.host
-        assert host is not None, f"{name}: part of the state"
+        local = entry.local
+        assert entry.saved, f"{name}: made anew when the trainer wakes"
         assert local.is_contiguous(), f"{name}: a shard is a slice of dimension 0"
-        start = local.storage_offset() * local.element_size()
-        saved = host[start : start + local.numel() * local.element_size()]
-        # The host buffer stays as it is until the device, in its order, comes to the next sleep.
-        return saved.view(local.dtype).view(local.shape).to(local.device, non_blocking=True)
+        shard = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+        start = int(local.storage_offset()) * local.element_size()
+        self._backing.read(entry.part, start, shard.view(-1).view(torch.uint8))
+        return shard
 
-    def _host_buffer(self, name: str, num_bytes: int) -> Tensor:
-        if not device.has_accelerator():
-            return torch.empty(num_bytes, dtype=torch.uint8)
-        if name not in self._buffers or self._buffers[name].numel() != num_bytes:
-            self._buffers[name] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        return self._buffers[name]
+    def close(self) -> None:
+        """Give host memory and disk space back."""
+        self._backing.close()
+
+    def _leave_weights(self, *, updated: bool) -> None:
+        """``updated``: engines have them already."""
+        weights = _storages(self._weights())
+        derived = _storages(self._derived()) if updated else {}
+        locals_by_name = {name: local_tensor(tensor) for name, tensor in self._weights().items()}
+        entries: dict[str, _Entry] = {}
+        for name, local in locals_by_name.items():
+            address = local.untyped_storage().data_ptr()
+            if address in weights:
+                entries[name] = _Entry(local, weights[address], address not in derived)
+        self._save_and_free({k: part for k, part in weights.items() if k not in derived})
+        self._backing.forget(list(derived.values()))
+        self._free(derived)
+        self._entries, self._must_rebuild = entries, bool(derived)
+
+    def _save_and_free(self, parts: Mapping[int, Part]) -> None:
+        """At once, and only when all of them are safe."""
+        leaving = list(parts.values())
+        self._backing.save(leaving)
+        self._saved += leaving
+        for part in leaving:
+            part.storage.resize_(0)
+
+    def _free(self, parts: Mapping[int, Part]) -> None:
+        device.synchronize()
+        self._zeroed += parts.values()
+        for part in parts.values():
+            part.storage.resize_(0)
 
 
-def _bytes(storage: torch.UntypedStorage, where: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=where).set_(storage)
+def _storages(
+    tensors: Mapping[str, Tensor], *, beside: Mapping[int, Part] | None = None
+) -> dict[int, Part]:
+    """The storages behind tensors by their addresses, less empty ones and those of ``beside``. A
+    storage is called by the first of its names."""
+    parts: dict[int, Part] = {}
+    for name, tensor in tensors.items():
+        local = local_tensor(tensor)
+        storage = local.untyped_storage()
+        address = storage.data_ptr()
+        if storage.nbytes() > 0 and address not in parts and address not in (beside or {}):
+            parts[address] = Part(name, storage, storage.nbytes(), local.device)
+    return parts

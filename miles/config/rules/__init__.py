@@ -7,6 +7,7 @@ from miles.config.rules.conflicts import CONFLICT_CHECKS
 from miles.config.rules.external import EXTERNAL_CHECKS
 from miles.config.rules.lengths import LENGTH_CHECKS
 from miles.config.rules.notes import notes
+from miles.config.rules.offload import OFFLOAD_CHECKS
 from miles.config.rules.problems import Check, Given
 from miles.config.rules.ranges import RANGE_CHECKS
 from miles.config.rules.required import REQUIRED_CHECKS
@@ -21,6 +22,7 @@ CHECK: tuple[Check, ...] = (
     *LENGTH_CHECKS,
     *CONFLICT_CHECKS,
     *EXTERNAL_CHECKS,
+    *OFFLOAD_CHECKS,
 )
 
 

@@ -65,6 +65,35 @@ APPLIES: tuple[Applies, ...] = (
         "with --offload-rollout, which --colocate turns on",
     ),
     Applies(
+        ("offload_train_target", "rematerialize_param_from_master_weight"),
+        lambda c: bool(c.offload.offload_train),
+        "with --offload-train, which --colocate turns on",
+    ),
+    Applies(
+        (
+            "offload_train_disk_dir",
+            "offload_train_disk_chunk_mb",
+            "stream_optimizer_state_to_disk",
+        ),
+        lambda c: bool(c.offload.offload_train) and c.offload.offload_train_target == "disk",
+        "with --offload-train and --offload-train-target disk",
+    ),
+    Applies(
+        ("stream_optimizer_state_moment_dtype",),
+        lambda c: c.offload.stream_optimizer_state_to_disk,
+        "with --stream-optimizer-state-to-disk",
+    ),
+    Applies(
+        ("check_rematerialize_param_from_master_weight",),
+        lambda c: c.offload.rematerialize_param_from_master_weight,
+        "with --rematerialize-param-from-master-weight",
+    ),
+    Applies(
+        ("convert_optimizer_state",),
+        lambda c: c.checkpoint.load is not None,
+        "with --load",
+    ),
+    Applies(
         ("partial_rollout",),
         lambda c: _aborts_surplus(c),
         "where responses are aborted: with --over-sampling-batch-size above --rollout-batch-size, "
@@ -304,20 +333,6 @@ def flags_given_have_an_effect(config: MilesConfig, given: Given) -> list[Proble
     ]
 
 
-def offload_needs_colocation(config: MilesConfig, given: Given) -> list[Problem]:
-    """Nobody has to leave a device that is not shared."""
-    if config.cluster.colocate:
-        return []
-    offload, external = config.offload, config.rollout.rollout_external
-    asked = (
-        ("offload_train", offload.offload_train),
-        # Of engines launched elsewhere another rule speaks.
-        ("offload_rollout", offload.offload_rollout and not external),
-    )
-    remedy = "applies only with --colocate: without it, trainer and engines share no device"
-    return [problem(config, dest, remedy=remedy) for dest, value in asked if value]
-
-
 def _has_own_generate(config: MilesConfig) -> bool:
     return config.hooks.custom_generate_function_path is not None
 
@@ -333,4 +348,4 @@ def _aborts_surplus(config: MilesConfig) -> bool:
     )
 
 
-APPLIES_CHECKS: tuple[Check, ...] = (flags_given_have_an_effect, offload_needs_colocation)
+APPLIES_CHECKS: tuple[Check, ...] = (flags_given_have_an_effect,)

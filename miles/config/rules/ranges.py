@@ -132,6 +132,9 @@ RANGES: dict[str, Range] = {
     "dp_replicate_size": COUNT,
     "context_parallel_size": COUNT,
     "save_interval": COUNT,
+    "offload_train_disk_chunk_mb": Range(
+        least=1, most=2047, why="one call of the kernel moves less than 2 GiB"
+    ),
     "save_keep": COUNT,
     "update_weight_buffer_size": COUNT,
     "update_weight_timeout_s": POSITIVE,

@@ -4,6 +4,7 @@ The only values ever replaced are those that another flag makes meaningless; ``r
 them with the rule's own first line as the reason.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -37,6 +38,16 @@ def colocated_sides_take_turns(config: MilesConfig) -> MilesConfig:
     train = colocate if offload.offload_train is None else offload.offload_train
     rollout = colocate if offload.offload_rollout is None else offload.offload_rollout
     return replace(config, offload=replace(offload, offload_train=train, offload_rollout=rollout))
+
+
+def offload_has_a_directory(config: MilesConfig) -> MilesConfig:
+    """--offload-train-disk-dir is in $SCRATCH, else in /scratch, when not given."""
+    offload = config.offload
+    if offload.offload_train_target != "disk" or offload.offload_train_disk_dir is not None:
+        return config
+    name = f"miles_train_offload_{os.getuid()}"
+    directory = os.path.join(os.environ.get("SCRATCH") or "/scratch", name)
+    return replace(config, offload=replace(offload, offload_train_disk_dir=directory))
 
 
 def upper_clip_is_the_lower(config: MilesConfig) -> MilesConfig:
@@ -130,6 +141,7 @@ RESOLVE: tuple[Resolve, ...] = (
     engines_share_the_trainers_gpus,
     external_engines_bring_their_gpus,
     colocated_sides_take_turns,
+    offload_has_a_directory,
     upper_clip_is_the_lower,
     steps_divide_the_rollout,
     submit_one_batch_at_a_time,

@@ -20,8 +20,9 @@ class EngineSupervisor:
     """Replaces engines whose process ended or that no longer answer.
 
     A new engine, or one that is back, has not the trainer's weights, so ``heal`` (weight sync, then
-    ``connect``) runs before it serves. ``connect`` tells router and pool which engines there are.
-    Requests of a lost one wait in the pool meanwhile, or go to others.
+    ``connect``) runs before it serves, and ``make_room`` before it starts. ``connect`` tells router
+    and pool which engines there are. Requests of a lost one wait in the pool meanwhile, or go to
+    others.
     """
 
     def __init__(
@@ -30,12 +31,14 @@ class EngineSupervisor:
         router: Router | None,
         options: RolloutConfig,
         *,
+        make_room: Callable[[], Awaitable[None]],
         heal: Callable[[], Awaitable[None]],
         connect: Callable[[], Awaitable[None]],
     ) -> None:
         self._engines = engines
         self._router = router
         self._options = options
+        self._make_room = make_room
         self._heal = heal
         self._connect = connect
         self._last_probe = time.monotonic()
@@ -100,4 +103,7 @@ class EngineSupervisor:
             # Before anything else: a restart takes a while, in which no request should go there.
             for index in failed:
                 await self._router.remove(self._engines.url(index))
-        return await self._engines.replace(failed) if failed else False
+        if not failed:
+            return False
+        await self._make_room()
+        return await self._engines.replace(failed)

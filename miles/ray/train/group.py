@@ -68,8 +68,8 @@ class TrainGroup:
             during=f"saving after rollout {rollout_id}",
         )
 
-    async def sleep(self) -> None:
-        await self._all("sleep", during="sleep")
+    async def sleep(self, *, keep_weights: bool) -> None:
+        await self._all("sleep", keep_weights=keep_weights, during="sleep")
 
     async def wake_up(self) -> None:
         await self._all("wake_up", during="wake-up")

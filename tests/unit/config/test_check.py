@@ -9,13 +9,9 @@ import pytest
 
 from miles.config.flags import flag_specs
 from miles.config.root import MilesConfig
-from miles.config.rules import CHECK, check, external, lengths, ranges, required
+from miles.config.rules import CHECK, check, external, lengths, offload, ranges, required
 from miles.config.rules import conflicts as conflict
-from miles.config.rules.applies import (
-    APPLIES,
-    flags_given_have_an_effect,
-    offload_needs_colocation,
-)
+from miles.config.rules.applies import APPLIES, flags_given_have_an_effect
 from miles.config.rules.problems import Check, flag_name
 from miles.config.rules.ranges import RANGES
 
@@ -26,6 +22,9 @@ SFT = ("--loss-type", "sft_loss")
 NOT_SFT = ("--rm-type", "--n-samples-per-prompt", "--rollout-max-response-len")
 NOT_SFT = (*NOT_SFT, "--rollout-num-gpus")
 EXTERNAL = ("--rollout-external", "--rollout-external-engine-addrs", "a.b:1", "[::1]:2")
+DISK = ("--colocate", "--offload-train-target", "disk")
+STREAM = (*DISK, "--stream-optimizer-state-to-disk")
+REBUILD = ("--rematerialize-param-from-master-weight",)
 REINFORCE = ("--advantage-estimator", "reinforce_plus_plus")
 
 CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
@@ -102,8 +101,63 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
         ("--colocate", "--no-offload-rollout", "--offload-rollout-level", "kv_cache"),
         (),
     ),
-    (offload_needs_colocation, "--offload-train", ("--offload-train",), ()),
-    (offload_needs_colocation, "--offload-rollout", ("--offload-rollout",), ()),
+    *(
+        (flags_given_have_an_effect, flag, (flag, *values), ())
+        for flag, *values in (
+            ("--offload-train-target", "disk"),
+            ("--offload-train-disk-dir", "x"),
+            ("--offload-train-disk-chunk-mb", "8"),
+            ("--stream-optimizer-state-to-disk",),
+            ("--stream-optimizer-state-moment-dtype", "bf16"),
+            ("--rematerialize-param-from-master-weight",),
+            ("--check-rematerialize-param-from-master-weight",),
+            ("--convert-optimizer-state",),
+        )
+    ),
+    (
+        flags_given_have_an_effect,
+        "--stream-optimizer-state-to-disk",
+        ("--colocate", "--stream-optimizer-state-to-disk"),
+        (),
+    ),
+    (
+        flags_given_have_an_effect,
+        "--offload-train-target",
+        ("--colocate", "--no-offload-train", "--offload-train-target", "disk"),
+        (),
+    ),
+    (offload.offload_needs_colocation, "--offload-train", ("--offload-train",), ()),
+    (offload.offload_needs_colocation, "--offload-rollout", ("--offload-rollout",), ()),
+    (
+        offload.parameters_come_back_from_host_memory,
+        "--rematerialize-param-from-master-weight, --offload-train-target",
+        (*DISK, *REBUILD, "--train-backend", "megatron"),
+        (),
+    ),
+    (
+        offload.parameters_come_back_from_host_memory,
+        "--rematerialize-param-from-master-weight",
+        ("--colocate", *REBUILD, "--train-backend", "fsdp"),
+        (),
+    ),
+    (
+        offload.parameters_come_back_from_host_memory,
+        "--rematerialize-param-from-master-weight, --fp32",
+        ("--colocate", *REBUILD, "--train-backend", "megatron", "--fp32"),
+        (),
+    ),
+    (
+        offload.streamed_state_is_fp32,
+        "--stream-optimizer-state-to-disk, --no-keep-fp32-master",
+        (*STREAM, "--train-backend", "fsdp", "--no-keep-fp32-master"),
+        (),
+    ),
+    (
+        offload.streamed_state_is_saved_at_rest,
+        "--stream-optimizer-state-to-disk, --async-save",
+        (*STREAM, "--save", "s", "--async-save"),
+        (),
+    ),
     (
         conflict.answers_are_not_the_questions,
         "--label-key, --input-key",

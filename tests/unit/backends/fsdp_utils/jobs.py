@@ -29,6 +29,7 @@ from miles.config.checkpoint import CheckpointConfig
 from miles.config.cluster import ClusterConfig
 from miles.config.data import DataConfig
 from miles.config.fsdp import FsdpConfig
+from miles.config.offload import OffloadConfig
 from miles.config.optimizer import OptimizerConfig
 from miles.config.precision import PrecisionConfig
 from miles.config.rollout import RolloutConfig
@@ -58,6 +59,7 @@ def make_config(model: Path, **groups: dict[str, Any]) -> MilesConfig:
         "algorithm": AlgorithmConfig(),
         "precision": PrecisionConfig(fp32=True),
         "fsdp": FsdpConfig(),
+        "offload": OffloadConfig(),
         "optimizer": OptimizerConfig(lr=1e-3),
         "checkpoint": CheckpointConfig(),
         "data": DataConfig(
@@ -201,7 +203,7 @@ def train_with_naps(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> di
         steps += actor.train(rollout_id, shards[actor.parallel.rank]).steps
         for _ in range(2):
             actor.sleep()
-        state = actor.ops.store._state()
+        state = actor.ops.store.tensors()
         held_asleep |= {local_tensor(t).untyped_storage().nbytes() for t in state.values()}
         try:
             actor.train(rollout_id, shards[actor.parallel.rank])
@@ -214,7 +216,7 @@ def train_with_naps(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> di
         "weights": weights_of(actor),
         "held": held_asleep,
         "refused": refused,
-        "kinds": sorted({name.rpartition(".")[2] for name in actor.ops.store._state()}),
+        "kinds": sorted({name.rpartition(".")[2] for name in actor.ops.store.tensors()}),
     }
 
 

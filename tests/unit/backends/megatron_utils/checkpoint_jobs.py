@@ -97,7 +97,7 @@ def report(actor: Any) -> dict[str, Any]:
     ref = None if actor.ops.ref is None else actor.ops.trainer_state(optimizer=False, ref=True).ref
     return {
         "weights": weights_of(actor),
-        "optimizer": {name: as_bytes(t) for name, t in optimizer.state_tensors().items()},
+        "optimizer": {name: as_bytes(t) for name, t in optimizer.resident_tensors().items()},
         "counts": [group.get("step") for part in optimizer.parts() for group in part.param_groups],
         "rate": optimizer.schedule.rate,
         "rng": {name: as_bytes(state) for name, state in random_state.get().items()},

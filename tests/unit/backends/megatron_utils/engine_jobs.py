@@ -17,6 +17,7 @@ from miles.config.checkpoint import CheckpointConfig
 from miles.config.cluster import ClusterConfig
 from miles.config.data import DataConfig
 from miles.config.hooks import HooksConfig
+from miles.config.offload import OffloadConfig
 from miles.config.optimizer import OptimizerConfig
 from miles.config.precision import PrecisionConfig
 from miles.config.rollout import RolloutConfig
@@ -50,6 +51,7 @@ def make_config(model: Path, *flags: str, **groups: dict[str, Any]) -> MilesConf
         "optimizer": OptimizerConfig(lr=1e-3),
         "checkpoint": CheckpointConfig(),
         "hooks": HooksConfig(),
+        "offload": OffloadConfig(),
         "data": DataConfig(
             use_dynamic_batch_size=True,
             max_tokens_per_gpu=40,
@@ -122,7 +124,9 @@ def steps_around_a_bad_one(config: MilesConfig, rollouts: list[list[TrainBatch]]
     seen: list[Any] = []
     for factor in (1e-3, float("inf"), 1e-3):
         stats = ops.optimizer_step(batches, loss(factor))
-        state = {name: as_bytes(tensor) for name, tensor in ops.optimizer.state_tensors().items()}
+        state = {
+            name: as_bytes(tensor) for name, tensor in ops.optimizer.resident_tensors().items()
+        }
         counts = [g.get("step") for part in ops.optimizer.parts() for g in part.param_groups]
         seen.append({"stats": stats, "weights": weights_of(actor), "state": (state, counts)})
     actor.shutdown()
@@ -140,7 +144,7 @@ def train_with_naps(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> di
         shard = shards[actor.parallel.dp_rank]
         steps += actor.train(rollout_id, shard).steps
         awake = weights_of(actor)
-        state = {**actor.ops._state(), **actor.ops._gradients()}
+        state = {**actor.ops.store.tensors(), **actor.ops._gradients()}
         for _ in range(2):
             actor.sleep()
         held |= {tensor.untyped_storage().nbytes() for tensor in state.values()}
@@ -179,7 +183,36 @@ def dtypes_of(config: MilesConfig) -> dict[str, Any]:
     actor, _ = start(config)
     found = {
         "parameters": {n: str(t.dtype) for n, t in local_tensors(actor.ops.model.chunks).items()},
-        "optimizer": [str(t.dtype) for t in actor.ops.optimizer.state_tensors().values()],
+        "optimizer": [str(t.dtype) for t in actor.ops.optimizer.resident_tensors().values()],
     }
     actor.shutdown()
     return found
+
+
+def train_with_updates_between(
+    config: MilesConfig, rollouts: list[list[TrainBatch]]
+) -> dict[str, Any]:
+    """Train, and sleep after each rollout, every second time in two stages with the weights sent
+    between them; how many bytes of the parameters were kept on the host meanwhile."""
+    from miles.backends.megatron_utils.shards import local_tensors
+
+    actor, _ = start(config)
+    steps: list[Any] = []
+    kept: list[int] = []
+    for rollout_id, shards in enumerate(rollouts):
+        steps += actor.train(rollout_id, shards[actor.parallel.dp_rank]).steps
+        awake = weights_of(actor)
+        if rollout_id % 2:
+            actor.sleep(keep_weights=True)
+            assert weights_of(actor) == awake
+        actor.sleep()
+        names = local_tensors(actor.ops.model.chunks)
+        saved = [part for part in actor.ops.store._saved if part.key in names]
+        kept.append(sum(part.num_bytes for part in saved))
+        assert {t.untyped_storage().nbytes() for t in names.values()} == {0}
+        actor.wake_up()
+        assert weights_of(actor) == awake
+    parameters = kept[0]
+    weights = weights_of(actor)
+    actor.shutdown()
+    return {"steps": steps, "weights": weights, "kept": kept, "parameters": parameters}

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from miles.backends.megatron_utils import rules
+from miles.backends.megatron_utils import offload_rules, rules
 from miles.config.cluster import ClusterConfig
+from miles.config.offload import OffloadConfig
 from miles.config.precision import PrecisionConfig
 from miles.config.root import MilesConfig
 
@@ -203,3 +204,44 @@ def test_experts_are_chosen_by_their_scores_and_balanced_within_a_micro_batch(pa
     assert [flag for flag, _ in refused] == [kind, kind]
     assert all("packed" in remedy for _, remedy in refused)
     assert found(parser, f"{DENSE} {kind} sinkhorn") == []
+
+
+PRECISION_AWARE = "--use-precision-aware-optimizer"
+SHARDED = "--use-distributed-optimizer"
+ON_HOST = "--optimizer-cpu-offload"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (SHARDED, None),
+        ("", "without --use-distributed-optimizer: every rank would write the whole state"),
+        (f"{SHARDED} {PRECISION_AWARE}", f"{PRECISION_AWARE}: holds master weights and moments"),
+        (f"{SHARDED} {ON_HOST}", f"{ON_HOST}: holds the state in host memory"),
+    ],
+)
+def test_streamed_state_is_that_of_shards_on_the_device(
+    parser: Any, line: str, reason: str | None
+) -> None:
+    config = MilesConfig(offload=OffloadConfig(stream_optimizer_state_to_disk=True))
+    problems = offload_rules.streamed_state_is_sharded(parser.parse_args(line.split()), config)
+    assert [p.flag for p in problems] == ["--stream-optimizer-state-to-disk"] * bool(reason)
+    assert all(reason in p.remedy for p in problems if reason)
+
+
+@pytest.mark.parametrize(
+    ("line", "refused"),
+    [
+        ("", False),
+        (PRECISION_AWARE, True),
+        (f"{PRECISION_AWARE} {ON_HOST}", False),
+        (ON_HOST, False),
+    ],
+)
+def test_parameters_are_made_from_masters_that_stand_alone(
+    parser: Any, line: str, refused: bool
+) -> None:
+    config = MilesConfig(offload=OffloadConfig(rematerialize_param_from_master_weight=True))
+    problems = offload_rules.master_weights_stand_alone(parser.parse_args(line.split()), config)
+    assert len(problems) == refused
+    assert all("16-bit remainders" in p.remedy for p in problems)

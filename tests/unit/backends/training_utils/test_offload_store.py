@@ -1,19 +1,43 @@
+"""Sleep and wake, with the state in host memory and on disk."""
+
+import os
+import resource
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
 import torch
 from torch import Tensor
 
-from miles.backends.training_utils.offload_store import HostStore
+from miles.backends.training_utils.direct_file import OffloadError
+from miles.backends.training_utils.offload_backing import Backing, DiskBacking, HostBacking
+from miles.backends.training_utils.offload_store import OffloadStore
+
+CHUNK = 8192
+
+
+@pytest.fixture(params=["cpu", "disk"])
+def backing(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Backing]:
+    made = HostBacking() if request.param == "cpu" else DiskBacking(str(tmp_path), CHUNK)
+    yield made
+    made.close()
 
 
 def storage_bytes(*tensors: Tensor) -> list[int]:
     return [tensor.untyped_storage().nbytes() for tensor in tensors]
 
 
-def test_views_of_one_buffer_are_freed_together_and_come_back_whole() -> None:
+def always(**tensors: Tensor) -> Callable[[], dict[str, Tensor]]:
+    return lambda: tensors
+
+
+def test_views_of_one_buffer_are_freed_together_and_come_back_whole(backing: Backing) -> None:
     buffer = torch.arange(12, dtype=torch.float32)
     # As DDP lays out its parameters: the buffer itself has bytes that no parameter names.
     first, second = buffer[:4].view(2, 2), buffer[6:10]
     alone = torch.tensor([1.5, -2.5], dtype=torch.bfloat16)
-    store = HostStore(lambda: {"first": first, "second": second, "alone": alone})
+    store = OffloadStore(backing, weights=always(first=first, second=second, alone=alone))
     store.sleep()
     assert store.asleep
     assert storage_bytes(buffer, first, second, alone) == [0, 0, 0, 0]
@@ -28,10 +52,10 @@ def test_views_of_one_buffer_are_freed_together_and_come_back_whole() -> None:
     assert store.read("first", first)[0, 0] == 40.0
 
 
-def test_scratch_is_freed_and_comes_back_as_zeros() -> None:
+def test_scratch_is_freed_and_comes_back_as_zeros(backing: Backing) -> None:
     weights, gradients = torch.ones(4), torch.full((6,), 3.0)
     view = gradients[2:]
-    store = HostStore(lambda: {"w": weights}, lambda: {"g": gradients, "view": view})
+    store = OffloadStore(backing, weights=always(w=weights), scratch=always(g=gradients, v=view))
     store.sleep()
     assert storage_bytes(weights, gradients) == [0, 0]
     store.wake_up()
@@ -41,17 +65,17 @@ def test_scratch_is_freed_and_comes_back_as_zeros() -> None:
     assert gradients[2] == 7.0
 
 
-def test_a_buffer_that_is_both_state_and_scratch_keeps_its_content() -> None:
+def test_a_buffer_that_is_both_state_and_scratch_keeps_its_content(backing: Backing) -> None:
     shared = torch.arange(8.0)
-    store = HostStore(lambda: {"w": shared[:4]}, lambda: {"g": shared[4:]})
+    store = OffloadStore(backing, weights=always(w=shared[:4]), scratch=always(g=shared[4:]))
     store.sleep()
     store.wake_up()
     assert shared.tolist() == list(range(8))
 
 
-def test_sleeping_and_waking_twice_changes_nothing() -> None:
+def test_sleeping_and_waking_twice_changes_nothing(backing: Backing) -> None:
     weights = torch.arange(3.0)
-    store = HostStore(lambda: {"w": weights})
+    store = OffloadStore(backing, weights=always(w=weights))
     store.wake_up()
     store.sleep()
     store.sleep()
@@ -62,9 +86,164 @@ def test_sleeping_and_waking_twice_changes_nothing() -> None:
     assert weights.tolist() == [1.0, 2.0, 3.0]
 
 
-def test_without_any_state_it_sleeps_all_the_same() -> None:
-    store = HostStore(dict)
+def test_without_any_state_it_sleeps_all_the_same(backing: Backing) -> None:
+    store = OffloadStore(backing, weights=dict)
     store.sleep()
     assert store.asleep
     store.wake_up()
     assert not store.asleep
+
+
+def test_weights_stay_for_an_update_and_leave_after_it(backing: Backing) -> None:
+    weights, moments = torch.arange(5.0), torch.full((3,), 2.0)
+    store = OffloadStore(backing, weights=always(w=weights), others=always(m=moments))
+    store.sleep(keep_weights=True)
+    assert store.asleep
+    assert storage_bytes(weights, moments) == [20, 0]
+    assert store.read("w", weights).tolist() == [0, 1, 2, 3, 4]
+    store.sleep(keep_weights=True)
+    assert storage_bytes(weights) == [20]
+    store.sleep()
+    assert storage_bytes(weights, moments) == [0, 0]
+    assert store.read("w", weights).tolist() == [0, 1, 2, 3, 4]
+    store.wake_up()
+    assert weights.tolist() == [0, 1, 2, 3, 4]
+    assert moments.tolist() == [2, 2, 2]
+
+
+def test_what_can_be_rebuilt_is_kept_only_until_an_update_had_it(backing: Backing) -> None:
+    masters, weights, bias = torch.arange(4.0), torch.arange(4).bfloat16(), torch.ones(2)
+
+    def rebuild() -> None:
+        weights.copy_(masters)
+
+    store = OffloadStore(
+        backing,
+        weights=always(w=weights, b=bias),
+        others=always(m=masters),
+        derived=always(w=weights),
+        rebuild=rebuild,
+    )
+    # No update lies between: engines may still ask for these.
+    store.sleep()
+    assert store.read("w", weights).tolist() == [0, 1, 2, 3]
+    store.wake_up()
+    assert weights.tolist() == [0, 1, 2, 3]
+    masters.add_(5)
+    store.sleep(keep_weights=True)
+    assert storage_bytes(weights, masters) == [8, 0]
+    store.sleep()
+    assert storage_bytes(weights, bias) == [0, 0]
+    assert store.read("b", bias).tolist() == [1, 1]
+    with pytest.raises(AssertionError, match="made anew"):
+        store.read("w", weights)
+    store.wake_up()
+    assert weights.tolist() == [5, 6, 7, 8]
+    assert bias.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("sizes", [[1], [CHUNK], [3 * CHUNK + 5, 1, 4096, 17, CHUNK - 1]])
+def test_state_larger_than_a_chunk_survives_many_cycles(tmp_path: Path, sizes: list[int]) -> None:
+    """Through two chunks of host memory, in a file that does not grow."""
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        str(n): torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+        for n, size in enumerate(sizes)
+    }
+    backing = DiskBacking(str(tmp_path), CHUNK)
+    store = OffloadStore(
+        backing, weights=lambda: dict(list(tensors.items())[:2]), others=lambda: tensors
+    )
+    grown: list[int] = []
+    for cycle in range(4):
+        expected = {name: tensor.clone() for name, tensor in tensors.items()}
+        if cycle % 2:
+            store.sleep(keep_weights=True)
+        store.sleep()
+        assert storage_bytes(*tensors.values()) == [0] * len(sizes)
+        read = store.read("0", tensors["0"])
+        assert torch.equal(read, expected["0"])
+        grown.append(backing._end)
+        store.wake_up()
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, expected[name])
+            tensor += 1
+    assert grown[1:] == grown[:1] * 3
+    assert sum(buffer.numel() for buffer in backing._buffers) <= 2 * CHUNK
+    backing.close()
+
+
+def test_the_directory_is_empty_whatever_happens(tmp_path: Path) -> None:
+    """The file has no name: nothing is left when the process is killed."""
+    backing = DiskBacking(str(tmp_path / "made" / "here"), CHUNK)
+    weights = torch.ones(100_000)
+    store = OffloadStore(backing, weights=always(w=weights))
+    store.sleep()
+    assert list((tmp_path / "made" / "here").iterdir()) == []
+    store.wake_up()
+    store.close()
+    assert weights.sum() == 100_000
+
+
+@contextmanager
+def files_no_larger_than(num_bytes: int) -> Generator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_a_clear_error_and_the_state_is_still_there(tmp_path: Path) -> None:
+    weights, moments = torch.arange(4000.0), torch.arange(50_000.0)
+    store = OffloadStore(
+        DiskBacking(str(tmp_path), CHUNK), weights=always(w=weights), others=always(m=moments)
+    )
+    with (
+        files_no_larger_than(100_000),
+        pytest.raises(OffloadError, match=r"--offload-train-disk-dir .* no room for 0.00 GiB"),
+    ):
+        store.sleep()
+    assert not store.asleep
+    assert torch.equal(moments, torch.arange(50_000.0))
+    # With room again everything goes on.
+    store.sleep()
+    store.wake_up()
+    assert torch.equal(moments, torch.arange(50_000.0))
+    assert torch.equal(weights, torch.arange(4000.0))
+
+
+def test_a_short_write_is_an_error_and_the_state_is_still_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = torch.arange(9000.0)
+    store = OffloadStore(DiskBacking(str(tmp_path), CHUNK), weights=always(w=weights))
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[: len(data) // 2], at))
+    with pytest.raises(OffloadError, match="written 4096 of 8192 bytes"):
+        store.sleep()
+    monkeypatch.undo()
+    assert torch.equal(weights, torch.arange(9000.0))
+    store.sleep()
+    store.wake_up()
+    assert torch.equal(weights, torch.arange(9000.0))
+
+
+def test_a_directory_that_cannot_be_made_names_flag_and_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OffloadError, match=r"--offload-train-disk-dir .*file/x.* no file can be"):
+        DiskBacking(str(tmp_path / "file" / "x"), CHUNK)
+
+
+def test_a_directory_that_vanishes_takes_nothing_along(tmp_path: Path) -> None:
+    folder = tmp_path / "scratch"
+    weights = torch.arange(9000.0)
+    store = OffloadStore(DiskBacking(str(folder), CHUNK), weights=always(w=weights))
+    store.sleep()
+    folder.rmdir()
+    store.wake_up()
+    assert torch.equal(weights, torch.arange(9000.0))
+    store.sleep()
+    store.wake_up()
+    assert torch.equal(weights, torch.arange(9000.0))

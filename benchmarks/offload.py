@@ -1,0 +1,341 @@
+"""Sleep, wake-up and streamed steps beside what the copy engine and the disk give in the same run.
+
+    python benchmarks/offload.py --shape qwen3-4b --disk-dir /scratch   # one accelerator
+    python benchmarks/offload.py --shape tiny                           # anywhere, the same code
+
+Every case is one trainer process: it trains a step, then sleeps and wakes (the first cycle, which
+pins memory or makes files, is a row of its own), then trains on. Ceilings: one large pinned copy
+each way; direct I/O in pieces of the chunk, and reading and writing at the same time for the
+streamed step, on the same disk.
+"""
+
+import json
+import multiprocessing as mp
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import train_step
+from benchmarks.shapes import SHAPES, ShapeName, make_model
+from miles.backends.training_utils.direct_file import DirectFile, aligned_buffer
+from miles.backends.training_utils.streamed_optimizer import StreamedAdam
+from miles.config.root import MilesConfig
+from miles.contracts.types import Group
+from miles.core import device, distributed
+from miles.rollout.batch import make_batches
+
+Case = Literal["cpu", "disk", "streamed", "streamed bf16"]
+BackendName = Literal["fsdp", "megatron"]
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Measure offloading of both backends."""
+
+    shape: ShapeName = "qwen3-4b"
+    """The model."""
+    backends: tuple[BackendName, ...] = ("fsdp", "megatron")
+    """Which backends, in this order."""
+    cases: tuple[Case, ...] = ("cpu", "disk", "streamed", "streamed bf16")
+    """Where the state lies: asleep in host memory or on disk, or on disk always."""
+    disk_dir: Path = Path("runs/benchmark/offload/disk")
+    """On the disk that is measured."""
+    chunk_mb: int = 256
+    """``--offload-train-disk-chunk-mb``."""
+    ceiling_mb: int = 4096
+    """MiB of each raw transfer."""
+    sequence_length: int = 1024
+    """Tokens of a sequence, two of which are a step."""
+    num_cycles: int = 3
+    """Cycles, and steps, after the first."""
+    megatron_flags: str = ""
+    """More flags for the Megatron backend."""
+    folder: Path = Path("runs/benchmark/offload")
+    """Where the model and results.json go."""
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Bytes a second."""
+
+    to_host: float
+    to_device: float
+    write: float
+    read: float
+    write_beside_read: float
+    """Of a disk that does both: each moved as many bytes in the same time."""
+
+
+@dataclass
+class Measured:
+    """One case; seconds are medians of what follows the first."""
+
+    backend: str
+    case: Case
+    state_bytes: int = 0
+    """That leave the device in a sleep."""
+    streamed_bytes: int = 0
+    """Of the optimizer's state on disk."""
+    first_sleep_s: float = 0.0
+    sleep_s: float = 0.0
+    wake_s: float = 0.0
+    step_s: float = 0.0
+    update_s: float = 0.0
+    """Of the step: bringing in, updating and writing back the streamed state."""
+    peak_bytes: int = 0
+    """On the device, in a step."""
+    asleep_bytes: int = 0
+    """On the device, asleep."""
+    awake_bytes: int = 0
+    host_bytes: int = 0
+    """Resident in host memory, asleep."""
+
+
+def make_config(options: Benchmark, backend: BackendName, case: Case, model: Path) -> MilesConfig:
+    flags = ["--colocate"]
+    if case != "cpu":
+        flags += ["--offload-train-target", "disk", "--offload-train-disk-dir"]
+        flags += [str(options.disk_dir), "--offload-train-disk-chunk-mb", str(options.chunk_mb)]
+    if case.startswith("streamed"):
+        flags += ["--stream-optimizer-state-to-disk"]
+    if case == "streamed bf16":
+        flags += ["--stream-optimizer-state-moment-dtype", "bf16"]
+    steps = train_step.Benchmark(
+        shape=options.shape,
+        sequence_length=options.sequence_length,
+        tokens_per_step=2 * options.sequence_length,
+        num_steps=options.num_cycles + 1,
+        num_warmup=0,
+        fsdp_flags=" ".join(flags),
+        megatron_flags=" ".join([*flags, options.megatron_flags]),
+        folder=options.folder,
+    )
+    return train_step.make_config(steps, backend, options.sequence_length, model)
+
+
+def timed(action: Callable[[], Any]) -> float:
+    device.synchronize()
+    start = time.perf_counter()
+    action()
+    device.synchronize()
+    return time.perf_counter() - start
+
+
+def resident_host_bytes() -> int:
+    """Of this process, without pages of mapped files."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
+
+
+def run_case(config: MilesConfig, groups: list[Group], case: Case) -> Measured:
+    """In the trainer's process."""
+    from miles.ray.train.actor_factory import BACKENDS
+
+    measured = Measured(config.cluster.train_backend, case)
+    spans: list[float] = []
+    update = StreamedAdam.step
+
+    def timed_update(self: StreamedAdam) -> None:
+        spans.append(timed(lambda: update(self)))
+
+    StreamedAdam.step = timed_update
+    actor: Any = BACKENDS.load(config.cluster.train_backend)()
+    actor.init(config)
+
+    def step(number: int) -> float:
+        (batch,) = make_batches(groups, config, number, 1)
+        return timed(lambda: actor.train(number, batch))
+
+    step(0)
+    storages = {
+        local.untyped_storage().data_ptr(): local.untyped_storage().nbytes()
+        for local in map(_local, actor.ops.store.tensors().values())
+    }
+    measured.state_bytes = sum(storages.values())
+    measured.awake_bytes = device.memory_stats().allocated_bytes
+    sleeps: list[float] = []
+    wakes: list[float] = []
+    for _ in range(config.data.num_rollout or 1):
+        sleeps.append(timed(actor.sleep))
+        measured.asleep_bytes = device.memory_stats().allocated_bytes
+        measured.host_bytes = resident_host_bytes()
+        wakes.append(timed(actor.wake_up))
+    measured.first_sleep_s = sleeps[0]
+    measured.sleep_s = statistics.median(sleeps[1:] or sleeps)
+    measured.wake_s = statistics.median(wakes[1:] or wakes)
+    spans.clear()
+    if device.has_accelerator():
+        torch.accelerator.reset_peak_memory_stats()
+    measured.step_s = statistics.median(
+        [step(number) for number in range(1, config.data.num_rollout or 2)]
+    )
+    measured.peak_bytes = device.memory_stats().peak_bytes
+    measured.update_s = statistics.median(spans) if spans else 0.0
+    measured.streamed_bytes = sum(state.num_bytes for state in _states(actor))
+    actor.shutdown()
+    return measured
+
+
+def _local(tensor: Any) -> Any:
+    from miles.backends.training_utils.offload_store import local_tensor
+
+    return local_tensor(tensor)
+
+
+def _states(actor: Any) -> list[Any]:
+    streamed = actor.ops.optimizer._streamed
+    if streamed is None:
+        return []
+    parts = [streamed] if isinstance(streamed, StreamedAdam) else [s._adam for s in streamed]
+    return [state for part in parts for state in part.states]
+
+
+def measure_ceilings(options: Benchmark) -> Ceilings:
+    """In a process of its own."""
+    num_bytes, chunk = options.ceiling_mb << 20, options.chunk_mb << 20
+    host = aligned_buffer(num_bytes)
+    there = torch.zeros(num_bytes, dtype=torch.uint8, device=device.current_device())
+    to_host = min(timed(lambda: host.copy_(there, non_blocking=True)) for _ in range(3))
+    to_device = min(timed(lambda: there.copy_(host, non_blocking=True)) for _ in range(3))
+    files = [DirectFile(str(options.disk_dir)) for _ in range(2)]
+    pieces = [(host[at : at + chunk], at) for at in range(0, num_bytes, chunk)]
+
+    def write(file: DirectFile) -> None:
+        for piece, at in pieces:
+            file.write(piece, at)
+
+    def read(file: DirectFile) -> None:
+        for piece, at in pieces:
+            file.read(piece, at)
+
+    for file in files:
+        file.reserve(num_bytes)
+        write(file)
+    write_s, read_s = timed(lambda: write(files[0])), timed(lambda: read(files[0]))
+
+    def both() -> None:
+        with ThreadPoolExecutor(2) as threads:
+            for done in (threads.submit(read, files[0]), threads.submit(write, files[1])):
+                done.result()
+
+    both_s = timed(both)
+    for file in files:
+        file.close()
+    seconds = (to_host, to_device, write_s, read_s, both_s)
+    return Ceilings(*(num_bytes / s for s in seconds))
+
+
+def in_process(target: Callable[..., Any], *arguments: Any) -> Any:
+    """What ``target`` returns in a process that is a whole job of one rank."""
+    context = mp.get_context("spawn")
+    results: Any = context.Queue()
+    port = distributed.host_rendezvous("127.0.0.1")
+    process = context.Process(target=_child, args=(results, target, port, arguments), daemon=True)
+    process.start()
+    answer = results.get(timeout=train_step.RESULT_TIMEOUT_S)
+    process.join(60)
+    if isinstance(answer, str):
+        raise SystemExit(answer)
+    return answer
+
+
+def _child(results: Any, target: Callable[..., Any], port: int, arguments: Sequence[Any]) -> None:
+    os.environ.update(
+        RANK="0",
+        WORLD_SIZE="1",
+        LOCAL_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        CUDA_DEVICE_MAX_CONNECTIONS="1",
+    )
+    try:
+        results.put(target(*arguments))
+    except BaseException as error:
+        results.put(f"{type(error).__name__}: {error}")
+        raise
+
+
+def tables(ceilings: Ceilings, rows: Sequence[Measured]) -> str:
+    """Markdown."""
+    limits = {name: f"{speed / 1e9:.2f}" for name, speed in asdict(ceilings).items()}
+    lines = [
+        "ceilings in GB/s: " + ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in limits.items()),
+        "",
+        "| backend | state | GB moved | first sleep s | sleep s | of ceiling | wake s | of ceiling "
+        "| device GB awake, asleep | host GB asleep |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        out, back = (
+            (ceilings.to_host, ceilings.to_device)
+            if row.case == "cpu"
+            else (ceilings.write, ceilings.read)
+        )
+        size = row.state_bytes
+        lines.append(
+            f"| {row.backend} | {row.case} | {size / 1e9:.2f} | {row.first_sleep_s:.3f} "
+            f"| {row.sleep_s:.3f} | {size / row.sleep_s / out:.2f} "
+            f"| {row.wake_s:.3f} | {size / row.wake_s / back:.2f} "
+            f"| {row.awake_bytes / 1e9:.2f}, {row.asleep_bytes / 1e9:.2f} "
+            f"| {row.host_bytes / 1e9:.2f} |"
+        )
+    lines += [
+        "",
+        "| backend | state | step s | of it streaming s | GB streamed each way "
+        "| disk alone s | streaming / disk | peak device GB |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        alone = row.streamed_bytes / ceilings.write_beside_read
+        ratio = f"{row.update_s / alone:.2f}" if alone else ""
+        lines.append(
+            f"| {row.backend} | {row.case} | {row.step_s:.3f} | {row.update_s:.3f} "
+            f"| {row.streamed_bytes / 1e9:.2f} | {alone:.3f} | {ratio} "
+            f"| {row.peak_bytes / 1e9:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main(options: Benchmark) -> None:
+    options.folder.mkdir(parents=True, exist_ok=True)
+    model = make_model((options.folder / options.shape).resolve(), SHAPES[options.shape])
+    groups = train_step.make_groups(
+        train_step.Benchmark(
+            sequence_length=options.sequence_length, tokens_per_step=2 * options.sequence_length
+        ),
+        SHAPES[options.shape],
+    )
+    ceilings: Ceilings = in_process(measure_ceilings, options)
+    print(ceilings, flush=True)
+    rows: list[Measured] = []
+    for backend in options.backends:
+        for case in options.cases:
+            config = make_config(options, backend, case, model)
+            rows.append(in_process(run_case, config, groups, case))
+            print(rows[-1], flush=True)
+    results: Mapping[str, Any] = {
+        "ceilings": asdict(ceilings),
+        "rows": [asdict(row) for row in rows],
+    }
+    (options.folder / "results.json").write_text(json.dumps(results, indent=2))
+    print(
+        f"\n{options.shape}, one rank, chunks of {options.chunk_mb} MiB, medians of "
+        f"{options.num_cycles} after the first\n\n{tables(ceilings, rows)}"
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Benchmark, description=__doc__))
