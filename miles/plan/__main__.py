@@ -52,13 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         device_bytes = _bytes("--device-memory-gb", options.device_memory_gb)
         host_bytes = _bytes("--host-memory-gb", options.host_memory_gb)
         config, messages = read_config(flags, runs_here=False)
+        if config.observability.debug_rollout_only:
+            remedy = "trains nothing; leave it out to forecast the whole run"
+            raise ConfigError([Problem("--debug-rollout-only", True, remedy)])
         job = read_job(
             config,
             device_bytes=device_bytes or device.capacity_bytes() or H200_BYTES,
             host_bytes=host_bytes,
         )
     except ConfigError as error:
-        raise refusal(error) from None
+        raise refusal(error, "miles.plan") from None
     phases, found = forecast(job), remedies(job)
     if options.json:
         print(json.dumps(as_values(job, phases, found), indent=2))

@@ -28,6 +28,8 @@ class Axes:
     sequence: int = 1
     """Ranks that divide what tensor parallelism leaves whole: under sequence parallelism."""
     context: int = 1
+    expert_tensor: int = 1
+    """Ranks that divide an expert, each of which gets the tokens of all of them."""
     scores: int = 0
     """Keys whose attention scores are kept for each token: only of eager attention."""
 
@@ -70,8 +72,8 @@ def mlp_bytes(model: Model, layer: Layer, axes: Axes) -> float:
         return choices * choice + FP32 * model.num_experts + shared
     # The weight is multiplied before the second matrix: one product more, no output.
     products = (_products(axes) + 1) * model.expert_size
-    choice = c * model.hidden_size + c * products + 3 * _INDEX
-    # Dispatched tokens are divided by the experts, not by sequence parallelism's ranks twice.
+    choice = (c * model.hidden_size + 3 * _INDEX) * axes.expert_tensor + c * products
+    # With as many chosen tokens on every rank: experts are divided like the tokens they get.
     return (choices * choice + 2 * FP32 * model.num_experts) / axes.sequence + shared
 
 

@@ -177,6 +177,7 @@ class Job:
             tensor=layout.tensor,
             sequence=layout.tensor if layout.sequence_parallel else 1,
             context=layout.context,
+            expert_tensor=layout.expert_tensor,
             scores=keys if self.eager_attention else 0,
         )
 

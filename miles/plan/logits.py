@@ -43,8 +43,13 @@ class Head:
 
     @property
     def narrow(self) -> int:
-        """The same in the dtype that is computed in; in fp32 a cast makes no copy."""
-        return 0 if self.compute_bytes == FP32 else self.wide * self.compute_bytes // FP32
+        """The same in the dtype that is computed in."""
+        return self.wide * self.compute_bytes // FP32
+
+    @property
+    def cast(self) -> int:
+        """What a cast to that dtype adds; in fp32 it makes no copy."""
+        return 0 if self.compute_bytes == FP32 else self.narrow
 
     @property
     def weight_sum(self) -> int:
@@ -64,7 +69,9 @@ def fused_head_bytes(head: Head) -> int:
     before = narrow + total if chunked else 0  # the chunk before this one has left these
     forward = 4 * wide if head.entropy else (3 if chunked else 2) * wide
     again = 2 * wide + before if chunked else wide
-    gradient = (3 if head.entropy_gradient else 2) * wide + narrow + before
+    gradient = (3 if head.entropy_gradient else 2) * wide + head.cast + before
+    if head.compute_bytes == FP32 and not chunked:
+        part = 0  # The only part is the sum.
     weight = wide + narrow + part + total
     return max(forward, again, gradient, weight)
 
@@ -75,6 +82,6 @@ def vocab_parallel_head_bytes(head: Head) -> int:
     total, part = head.weight_sum, head.weight_part
     before = narrow if head.is_chunked else 0
     forward = 2 * wide + before
-    gradient = 2 * wide + narrow
+    gradient = 2 * wide + head.cast
     weight = wide + narrow + part
     return max(forward, gradient + total, weight + total)

@@ -102,10 +102,10 @@ def describe(module: Any, config: Any, stored: torch.dtype | None) -> Model:
     (bf16 where its config does not say)."""
     text = config.get_text_config()
     fields = text.to_dict()
-    embedding: Any = module.get_input_embeddings()
-    head: Any = module.get_output_embeddings()
-    untied = head is not None and head.weight is not embedding.weight
-    special = [embedding.weight, *([head.weight] if untied else [])]
+    embedding = module.get_input_embeddings().weight
+    output = module.get_output_embeddings()
+    head = embedding if output is None else output.weight
+    special = [embedding, head]
     layers, others, names = _split(module, {id(parameter) for parameter in special})
     heads = int(text.num_attention_heads)
     return Model(
@@ -114,10 +114,10 @@ def describe(module: Any, config: Any, stored: torch.dtype | None) -> Model:
         num_heads=heads,
         num_kv_heads=int(fields.get("num_key_value_heads") or heads),
         head_dim=int(fields.get("head_dim") or text.hidden_size // heads),
-        vocab_size=int(embedding.weight.shape[0]),
+        vocab_size=int(embedding.shape[0]),
         layers=layers,
-        embedding=embedding.weight.numel(),
-        head=head.weight.numel() if untied else 0,
+        embedding=embedding.numel(),
+        head=0 if head is embedding else head.numel(),
         others=others,
         largest_tensor=max(parameter.numel() for parameter in module.parameters()),
         qk_norm=any("q_norm" in name for name in names),

@@ -56,9 +56,9 @@ def parse_args(argv: Sequence[str] | None = None) -> MilesConfig:
     return config
 
 
-def refusal(error: ConfigError) -> SystemExit:
+def refusal(error: ConfigError, program: str | None = None) -> SystemExit:
     """Print every problem; the exit to raise."""
-    program = os.path.basename(sys.argv[0])
+    program = program or os.path.basename(sys.argv[0])
     count = len(error.problems)
     print(f"{program}: {count} problem{'s' if count > 1 else ''}:", file=sys.stderr)
     print(error, file=sys.stderr)
@@ -81,13 +81,13 @@ def read_config(
     for_engines = [flag for flag in line.foreign if sglang_arguments.is_ours(flag)]
     for_trainer = [flag for flag in line.foreign if not sglang_arguments.is_ours(flag)]
     megatron_argv, problems, more = _check_backend(config, line.given, for_trainer)
-    engine = sglang_arguments.Checked()
     if runs_here:
         engine = sglang_arguments.check(config, line.given, for_engines)
-        more_problems = check_all(config, line.given)
+        own = check_all(config, line.given)
     else:
-        more_problems = check_description(config, line.given)
-    found = [*problems, *engine.problems, *more_problems]
+        engine = sglang_arguments.Checked(messages=_unread(for_engines))
+        own = check_description(config, line.given)
+    found = [*problems, *engine.problems, *own]
     problems = _without_consequences(found, line)
     if problems:
         raise ConfigError(problems)
@@ -97,8 +97,13 @@ def read_config(
         sglang_argv=engine.sglang_argv,
         router_argv=engine.router_argv,
     )
-    own = [*map(warning, replaced), *engine.messages, *rules.notes(config)]
-    return config, [*own, *more]
+    first = [*map(warning, replaced), *engine.messages, *rules.notes(config)]
+    return config, [*first, *more]
+
+
+def _unread(flags: Sequence[Foreign]) -> list[Message]:
+    names = ", ".join(dict.fromkeys(flag.name for flag in flags))
+    return [warning(f"flags of SGLang's own, which nothing here reads: {names}")] if names else []
 
 
 def _whatever_the_file_says(line: CommandLine) -> list[Problem]:
