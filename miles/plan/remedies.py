@@ -4,6 +4,8 @@ one number replaced, and what it saves is the difference of two forecasts."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from miles.config.flags import flag_specs
+from miles.config.root import MilesConfig
 from miles.plan.forecast import ENGINE, Phase, forecast
 from miles.plan.job import Job, Recompute
 
@@ -44,6 +46,8 @@ def remedies(job: Job) -> list[Remedy]:
     found: list[Remedy] = []
     for make in OPTIONS:
         found += [_weigh(option, before) for option in _best(make(job), before)]
+    found += [_weigh(option, before) for option in _state_elsewhere(job)]
+    found += [_weigh(option, before) for make in LAST for option in _best(make(job), before)]
     return [remedy for remedy in found if remedy.device > 0 or remedy.host > 0 or remedy.enough]
 
 
@@ -160,6 +164,45 @@ def _larger_cache(job: Job) -> list[_Option]:
     ]
 
 
+def _state_elsewhere(job: Job) -> list[_Option]:
+    """Where the trainer's state may lie, by the flags that this version has."""
+    offload, fsdp = job.offload, job.layout.backend == "fsdp"
+    rows = (
+        (
+            "offload_train_target",
+            "--offload-train-target disk",
+            offload.sleeps and offload.target == "cpu",
+            replace(offload, target="disk"),
+        ),
+        (
+            "fsdp_cpu_offload",
+            "--fsdp-cpu-offload",
+            fsdp and not offload.on_host,
+            replace(offload, on_host=True),
+        ),
+        (
+            "stream_optimizer_state_to_disk",
+            "--stream-optimizer-state-to-disk",
+            not offload.streams,
+            replace(offload, streams=True),
+        ),
+    )
+    known = {spec.dest for spec in flag_specs(MilesConfig)}
+    return [
+        _Option(flag, "the time of copies in every step", replace(job, offload=changed))
+        for dest, flag, applies, changed in rows
+        if applies and dest in known
+    ]
+
+
+def _more_cache_tokens(job: Job) -> list[_Option]:
+    engines, longest = job.engines, job.batch.longest
+    if engines is None or engines.max_tokens is None or engines.max_tokens >= longest:
+        return []
+    changed = replace(job, engines=replace(engines, max_tokens=longest))
+    return [_Option(f"--sglang-max-total-tokens {longest}", "that memory", changed)]
+
+
 def _larger_engines(job: Job) -> list[_Option]:
     engines = job.engines
     if engines is None or engines.kind != "sglang":
@@ -237,12 +280,17 @@ OPTIONS: tuple[Callable[[Job], list[_Option]], ...] = (
     _sequence_parallel,
     _recompute,
     _smaller_cache,
+    _more_cache_tokens,
     _larger_cache,
     _release_engines,
     _sleep,
     _distributed_optimizer,
+)
+"""In order of cost: values of one flag each."""
+
+LAST: tuple[Callable[[Job], list[_Option]], ...] = (
     _larger_engines,
     _more_tensor_parallelism,
     _more_ranks,
 )
-"""In order of cost."""
+"""What costs more than a copy in every step."""

@@ -43,6 +43,7 @@ def _block_bytes(axes: dict[str, int], changes: dict[str, Any], num_layers: int)
 
     from miles.backends.megatron_utils.specs import block_spec
 
+    groups: Any = parallel_state
     tp = axes.get("tensor_model_parallel_size", 1)
     cp = axes.get("context_parallel_size", 1)
     config = make_config(
@@ -56,7 +57,7 @@ def _block_bytes(axes: dict[str, int], changes: dict[str, Any], num_layers: int)
         kv_channels=config.kv_channels,
         rotary_percent=1.0,
         use_cpu_initialization=True,
-        cp_group=parallel_state.get_context_parallel_group(),
+        cp_group=groups.get_context_parallel_group(),
     )
     bounds = torch.tensor([0, TOKENS * cp], dtype=torch.int32)
     packed = PackedSeqParams(

@@ -41,7 +41,7 @@ def config_dir(folder: Path, **changes: Any) -> Path:
 
 def moe_config_dir(folder: Path, **changes: Any) -> Path:
     """8 experts of size 32 in every layer, of which each token has 2."""
-    experts = {
+    experts: dict[str, Any] = {
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,

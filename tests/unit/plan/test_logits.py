@@ -27,24 +27,21 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        known = {
-            leaf.untyped_storage()._cdata
-            for leaf in tree_leaves((args, kwargs or {}))
-            if isinstance(leaf, Tensor)
-        }
+        given = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
+        known = {tensor.untyped_storage().data_ptr() for tensor in given}
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in known:
+            if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in known:
                 self._add(leaf.untyped_storage())
         return out
 
     def _add(self, storage: Any) -> None:
-        if storage._cdata in self._seen:
+        address, size = storage.data_ptr(), storage.nbytes()
+        if address in self._seen or size == 0:
             return
-        size = storage.nbytes()
         self.now += size
         self.peak = max(self.peak, self.now)
-        self._seen[storage._cdata] = weakref.finalize(storage, self._free, storage._cdata, size)
+        self._seen[address] = weakref.finalize(storage, self._free, address, size)
 
     def _free(self, key: int, size: int) -> None:
         self.now -= size

@@ -3,6 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from miles.config.flags import flag_specs
+from miles.config.megatron_flags import MEGATRON_FLAGS
+from miles.config.root import MilesConfig
 from miles.plan.forecast import Phase, forecast
 from miles.plan.job import Job
 from miles.plan.memory import GIB
@@ -101,6 +104,7 @@ def test_a_cache_without_room_for_a_sample_does_not_work(model: Path) -> None:
     engine = next(phase for phase in forecast(job) if phase.place == "engine")
     assert engine.too_short == "the key/value cache holds 100 tokens, and a sample may have 128"
     assert not engine.fits
+    assert [remedy.flag for remedy in remedies(job)] == ["--sglang-max-total-tokens 128"]
 
 
 def test_a_host_of_many_sleeping_ranks_may_be_too_small(model: Path) -> None:
@@ -113,6 +117,25 @@ def test_a_host_of_many_sleeping_ranks_may_be_too_small(model: Path) -> None:
     # Four processes of 414 MiB.
     assert all(phase.excess_host > 0 for phase in forecast(job))
     assert not any(phase.excess_device for phase in forecast(job))
+
+
+@pytest.mark.parametrize("backend", ["fsdp", pytest.param("megatron", marks=pytest.mark.megatron)])
+def test_every_flag_that_is_named_is_one_of_train_py(backend: str, tmp_path: Path) -> None:
+    model = config_dir(
+        tmp_path / "wide", hidden_size=2048, intermediate_size=8192, num_hidden_layers=8
+    )
+    known = {option for spec in flag_specs(MilesConfig) for option in spec.options}
+    known |= {f"--{name}" for name in MEGATRON_FLAGS} if backend == "megatron" else set()
+    stays = ("--no-offload-train", "--no-offload-rollout", "--max-tokens-per-gpu", "65536")
+    job = colocated(model, *stays, device_gib=4, backend=backend)
+    named = [
+        word
+        for remedy in remedies(replace(job, host_bytes=GIB))
+        for word in remedy.flag.split(" ")
+        if word.startswith("--")
+    ]
+    assert len(named) > 5
+    assert set(named) - known == set()
 
 
 @pytest.mark.megatron
