@@ -89,7 +89,8 @@ def _verdict(phase: Phase) -> str:
     parts = [f"device: {_fit(phase.sum.device, phase.device_bytes)}"]
     if phase.host_bytes is not None and phase.sum.host:
         host = phase.sum.host * phase.processes
-        parts.append(f"host of {phase.processes} ranks: {_fit(host, phase.host_bytes)}")
+        count = f"{phase.processes} rank{'s' if phase.processes > 1 else ''}"
+        parts.append(f"host of {count}: {_fit(host, phase.host_bytes)}")
     if phase.too_short:
         parts.append(f"does not work: {phase.too_short}")
     return "; ".join(parts)

@@ -10,6 +10,8 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -38,6 +40,7 @@ EXPERTS: dict[str, Any] = {
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS),
 }
 
@@ -141,6 +144,7 @@ MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
     [
         ("qwen3", {}, {}),
         ("llama", {}, {"qk_layernorm": False}),
+        ("qwen2", {}, {"qk_layernorm": False, "add_qkv_bias": True}),
         ("qwen3", TP2, {}),
         ("qwen3", TP2, {"sequence_parallel": True}),
         ("qwen3_moe", {}, MEGATRON_EXPERTS),
