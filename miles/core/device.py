@@ -106,6 +106,11 @@ def memory_stats() -> MemoryStats:
     )
 
 
+def capacity_bytes() -> int:
+    """Of the current device's whole memory; 0 without an accelerator."""
+    return torch.accelerator.get_memory_info()[1] if has_accelerator() else 0
+
+
 def rng_state() -> dict[str, torch.Tensor]:
     """The random state of this process: host, and device when there is one."""
     state = {"cpu": torch.get_rng_state()}

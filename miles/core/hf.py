@@ -12,18 +12,25 @@ class CheckpointDirError(ValueError):
     """A directory that is not a usable Hugging Face checkpoint; says what is missing."""
 
 
-def check_directory(path: str) -> None:
-    """Raise ``CheckpointDirError`` unless ``path`` holds config, tokenizer and whole weights."""
+def check_config(path: str) -> None:
+    """Raise ``CheckpointDirError`` unless ``path`` is a directory with a config that transformers
+    knows."""
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointDirError(f"{path!r} is not a directory; names of a hub are not fetched")
     if not (folder / "config.json").is_file():
         raise CheckpointDirError(f"{path!r} has no config.json{_trained(folder)}")
+    _check_model_type(folder)
+
+
+def check_directory(path: str) -> None:
+    """Raise ``CheckpointDirError`` unless ``path`` holds config, tokenizer and whole weights."""
+    check_config(path)
+    folder = Path(path)
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise CheckpointDirError(f"{path!r} has no weights (*.safetensors)")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise CheckpointDirError(f"{path!r} has no tokenizer (tokenizer.json)")
-    _check_model_type(folder)
     _check_tokenizer(folder)
     _check_weights(folder)
 

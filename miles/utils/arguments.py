@@ -50,19 +50,30 @@ def parse_args(argv: Sequence[str] | None = None) -> MilesConfig:
                 raise SystemExit(0)
         config, messages = read_config(argv)
     except ConfigError as error:
-        program = os.path.basename(sys.argv[0])
-        count = len(error.problems)
-        print(f"{program}: {count} problem{'s' if count > 1 else ''}:", file=sys.stderr)
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from None
+        raise refusal(error) from None
     for message in messages:
         log.log(message.level, "%s", message.text)
     return config
 
 
-def read_config(argv: Sequence[str]) -> tuple[MilesConfig, list[Message]]:
+def refusal(error: ConfigError, program: str | None = None) -> SystemExit:
+    """Print every problem; the exit to raise."""
+    program = program or os.path.basename(sys.argv[0])
+    count = len(error.problems)
+    print(f"{program}: {count} problem{'s' if count > 1 else ''}:", file=sys.stderr)
+    print(error, file=sys.stderr)
+    return SystemExit(2)
+
+
+def read_config(
+    argv: Sequence[str], *, runs_here: bool = True
+) -> tuple[MilesConfig, list[Message]]:
     """The config, and what was reconciled or derived. Raises ``ConfigError`` with every problem at
-    once."""
+    once.
+
+    Unless it ``runs_here``, nothing is asked of this machine's files and devices but the model's
+    ``config.json``, and flags for engines of SGLang's own are not read.
+    """
     line = read_command_line(argv)
     if not line.whole:
         raise ConfigError([*line.problems, *_whatever_the_file_says(line)])
@@ -70,8 +81,13 @@ def read_config(argv: Sequence[str]) -> tuple[MilesConfig, list[Message]]:
     for_engines = [flag for flag in line.foreign if sglang_arguments.is_ours(flag)]
     for_trainer = [flag for flag in line.foreign if not sglang_arguments.is_ours(flag)]
     megatron_argv, problems, more = _check_backend(config, line.given, for_trainer)
-    engine = sglang_arguments.check(config, line.given, for_engines)
-    found = [*problems, *engine.problems, *check_all(config, line.given)]
+    if runs_here:
+        engine = sglang_arguments.check(config, line.given, for_engines)
+        own = check_all(config, line.given)
+    else:
+        engine = sglang_arguments.Checked(messages=_unread(for_engines))
+        own = check_description(config, line.given)
+    found = [*problems, *engine.problems, *own]
     problems = _without_consequences(found, line)
     if problems:
         raise ConfigError(problems)
@@ -81,8 +97,13 @@ def read_config(argv: Sequence[str]) -> tuple[MilesConfig, list[Message]]:
         sglang_argv=engine.sglang_argv,
         router_argv=engine.router_argv,
     )
-    own = [*map(warning, replaced), *engine.messages, *rules.notes(config)]
-    return config, [*own, *more]
+    first = [*map(warning, replaced), *engine.messages, *rules.notes(config)]
+    return config, [*first, *more]
+
+
+def _unread(flags: Sequence[Foreign]) -> list[Message]:
+    names = ", ".join(dict.fromkeys(flag.name for flag in flags))
+    return [warning(f"flags of SGLang's own, which nothing here reads: {names}")] if names else []
 
 
 def _whatever_the_file_says(line: CommandLine) -> list[Problem]:
@@ -105,6 +126,18 @@ def check_all(config: MilesConfig, given: frozenset[str]) -> list[Problem]:
     problems = [*rules.check(config, given), *sglang_rules.check(config)]
     for check in OUTSIDE_CHECKS:
         problems += check(config)
+    return problems
+
+
+def check_description(config: MilesConfig, given: frozenset[str]) -> list[Problem]:
+    """What is wrong with a resolved config wherever it is to run."""
+    problems = [*rules.check(config, given), *context.check(config)]
+    path = config.rollout.hf_checkpoint
+    try:
+        if path is not None:
+            hf.check_config(path)
+    except hf.CheckpointDirError as error:
+        problems.append(problem(config, "hf_checkpoint", remedy=str(error)))
     return problems
 
 

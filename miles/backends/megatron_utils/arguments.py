@@ -86,6 +86,17 @@ def parse(config: MilesConfig) -> argparse.Namespace:
     return args
 
 
+def described(config: MilesConfig) -> argparse.Namespace:
+    """Megatron's validated namespace of a config that passed its checks, outside a trainer.
+
+    Raises ``ConfigError``.
+    """
+    try:
+        return _validate(config, config.megatron_argv)
+    except ArgumentError as error:
+        raise ConfigError([_refused_by_megatron(error)]) from error
+
+
 def help_text() -> str:
     """Megatron's flags that a run of Miles takes. Raises ``ConfigError`` without Megatron."""
     missing = package.problem()
@@ -182,12 +193,17 @@ def _unusable_spec(spec: Sequence[str] | None) -> list[Problem]:
 def _validated(config: MilesConfig, argv: Sequence[str]) -> list[Problem]:
     """What Megatron itself has against the arguments: the first such thing."""
     try:
-        args = namespace.parse_args([*machine.flags(), *argv])
-        args.rank, args.world_size = 0, config.cluster.num_train_ranks
-        namespace.validate(args, config, in_trainer=False)
+        _validate(config, argv)
     except ArgumentError as error:
         return [_refused_by_megatron(error)]
     return []
+
+
+def _validate(config: MilesConfig, argv: Sequence[str]) -> argparse.Namespace:
+    args = namespace.parse_args([*machine.flags(), *argv])
+    args.rank, args.world_size = 0, config.cluster.num_train_ranks
+    namespace.validate(args, config, in_trainer=False)
+    return args
 
 
 def _model(config: MilesConfig, spec: Sequence[str] | None) -> tuple[_Model | None, list[Problem]]:
@@ -199,7 +215,8 @@ def _model(config: MilesConfig, spec: Sequence[str] | None) -> tuple[_Model | No
     if path is None:
         return None, []
     try:
-        hf.check_directory(path)
+        # Its weights are not needed here.
+        hf.check_config(path)
     except hf.CheckpointDirError:
         return None, []
     try:

@@ -7,7 +7,13 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from miles.core import hf
-from miles.core.hf import CheckpointDirError, check_directory, dtype_name, text_config
+from miles.core.hf import (
+    CheckpointDirError,
+    check_config,
+    check_directory,
+    dtype_name,
+    text_config,
+)
 
 
 @pytest.fixture
@@ -17,6 +23,17 @@ def model(tiny_qwen3: Path, tmp_path: Path) -> Path:
 
 def test_a_whole_directory_is_fine(model: Path) -> None:
     check_directory(str(model))
+
+
+def test_a_config_alone_is_a_model_without_weights(model: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    with pytest.raises(CheckpointDirError, match=r"no config\.json"):
+        check_config(str(alone))
+    shutil.copy(model / "config.json", alone)
+    check_config(str(alone))
+    with pytest.raises(CheckpointDirError, match="no weights"):
+        check_directory(str(alone))
 
 
 def test_a_config_that_is_not_json_is_named(model: Path) -> None:

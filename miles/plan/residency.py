@@ -1,0 +1,131 @@
+"""What a parameter costs a trainer's rank, and where that lies: pure arithmetic.
+
+Three places: the device, pinned memory of the host, files. A trainer that sleeps has copied its
+state away; parts of it may always be elsewhere.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from miles.plan.memory import Line, line
+
+CHUNKS_IN_FLIGHT = 2
+"""Of the state that goes to disk or comes from there: one moves while the next is filled."""
+STAGED_BUCKETS = 3
+"""Of a streamed state, in pinned memory that is kept: one is read, one moves, one is written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """How many parameters of each kind a rank holds, bytes of each, and where they lie."""
+
+    parameters: int
+    """Elements that are the rank's own: FSDP's shards; Megatron's whole share of the model."""
+    optimized: int
+    """Elements whose masters and moments are here: fewer under a distributed optimizer."""
+    parameter_bytes: int
+    gradient_bytes: int
+    master_bytes: int = 0
+    """0 where the parameter is its own master."""
+    moment_bytes: int = 8
+    """Of both together."""
+    reference_bytes: int = 0
+    """Of a parameter of the frozen reference; 0 without one."""
+    sleeps: bool = False
+    """--offload-train: the state leaves the device between the phases of training."""
+    target: Literal["cpu", "disk"] = "cpu"
+    """--offload-train-target: where it goes."""
+    chunk_bytes: int = 256 * 2**20
+    """--offload-train-disk-chunk-mb: pieces in which it goes to disk."""
+    streams: bool = False
+    """--stream-optimizer-state-to-disk: masters and moments are files always."""
+    streamed_moment_bytes: int = 8
+    """--stream-optimizer-state-moment-dtype: 8 in fp32, 4 in bf16."""
+    rematerializes: bool = False
+    """--rematerialize-param-from-master-weight: sleeping parameters are rounded masters again."""
+    on_host: bool = False
+    """--fsdp-cpu-offload: what is sharded is on the host always."""
+
+    def awake(self) -> list[Line]:
+        """While training; the copies of the last sleep are kept, since pinning is slow."""
+        parts = [("parameters", self._parameters), ("reference", self._reference)]
+        lines = [self._held(name, count) for name, count in parts]
+        lines += self._optimizer()
+        backup = self._backup()
+        if self.sleeps and not self.on_host:
+            lines.append(self._away("copies for sleep", backup))
+        return _present(lines)
+
+    def asleep(self, *, in_sync: bool = False) -> list[Line]:
+        """Between the phases of training. ``in_sync``: during a weight update, for which
+        parameters stay whose copy is on disk or that have none."""
+        if not self.sleeps or self.on_host:
+            return self.awake()
+        lines = [self._away("sleeping trainer", self._backup())]
+        if in_sync and (self._has_no_copy or self.target == "disk"):
+            lines.append(self._held("parameters", self._parameters))
+        if self.streams:
+            lines += self._optimizer()
+        return _present(lines)
+
+    def gradients(self, *, whole: int | None = None) -> list[Line]:
+        """``whole``: elements of gradients that are not sharded yet, in fp32."""
+        if whole is not None:
+            return [line("gradients", device=4 * whole)]
+        return [self._held("gradients", self.gradient_bytes * self.parameters)]
+
+    def buckets(self) -> list[Line]:
+        """What a streamed optimizer step holds of its files at a time."""
+        if not self.streams:
+            return []
+        return [line("optimizer buckets", device=CHUNKS_IN_FLIGHT * self.chunk_bytes)]
+
+    def checkpoint_bytes(self, *, optimizer: bool, copies: tuple[int, int] = (1, 1)) -> int:
+        """This rank's part of a checkpoint, to which ranks with the same contents contribute
+        alike: so many hold the same parameters, and the same masters and moments."""
+        parameters = self._parameters // copies[0]
+        if not optimizer:
+            return parameters
+        each = self.master_bytes + self.moment_bytes
+        return parameters + each * self.optimized // copies[1]
+
+    @property
+    def _parameters(self) -> int:
+        return self.parameter_bytes * self.parameters
+
+    @property
+    def _reference(self) -> int:
+        return self.reference_bytes * self.parameters
+
+    @property
+    def _has_no_copy(self) -> bool:
+        return self.rematerializes and self.master_bytes > 0
+
+    def _optimizer(self) -> list[Line]:
+        masters = self.master_bytes * self.optimized
+        if self.streams:
+            moments = self.streamed_moment_bytes * self.optimized
+            return [
+                line("masters", disk=masters),
+                line("moments", disk=moments),
+                line("staged buckets", host=STAGED_BUCKETS * self.chunk_bytes),
+            ]
+        moments = self.moment_bytes * self.optimized
+        return [self._held("masters", masters), self._held("moments", moments)]
+
+    def _backup(self) -> int:
+        optimizer = 0 if self.streams else self.master_bytes + self.moment_bytes
+        parameters = 0 if self._has_no_copy else self._parameters
+        return parameters + optimizer * self.optimized + self._reference
+
+    def _held(self, name: str, num_bytes: int) -> Line:
+        return line(name, host=num_bytes) if self.on_host else line(name, device=num_bytes)
+
+    def _away(self, name: str, num_bytes: int) -> Line:
+        if self.target == "disk":
+            return line(name, host=CHUNKS_IN_FLIGHT * self.chunk_bytes, disk=num_bytes)
+        return line(name, host=num_bytes)
+
+
+def _present(lines: list[Line]) -> list[Line]:
+    return [entry for entry in lines if entry.bytes.device or entry.bytes.host or entry.bytes.disk]
