@@ -14,7 +14,7 @@ from miles.backends.fsdp_utils.model import HeadOptions, LoadOptions, ShardedMod
 from miles.backends.fsdp_utils.optimizer import Optimizer
 from miles.backends.fsdp_utils.parallel import build_mesh, parallel_state
 from miles.backends.fsdp_utils.precision import make_precision
-from miles.backends.fsdp_utils.weights import model_tensors, stream_weights
+from miles.backends.fsdp_utils.weights import model_tensors, named_buffers, stream_weights
 from miles.backends.training_utils.consume import consume
 from miles.backends.training_utils.hf_export import export_hf
 from miles.backends.training_utils.losses import needs_entropy
@@ -43,6 +43,7 @@ class FSDPPolicyOps:
             make_precision(config),
             config.fsdp.attn_implementation,
             config.fsdp.gradient_checkpointing,
+            config.fsdp.fsdp_cpu_offload,
         )
         self.model = load_model(config.rollout.hf_checkpoint, mesh, options)
         self_check.check_head(self.model)
@@ -64,6 +65,7 @@ class FSDPPolicyOps:
             chunk_size=config.algorithm.log_probs_chunk_size,
         )
         self._with_entropy = needs_entropy(config.algorithm)
+        self._shards_in_host_memory = config.fsdp.fsdp_cpu_offload
         self.store = HostStore(self._state)
 
     def log_probs(self, batches: Sequence[MicroBatch], *, weights: WeightsTag) -> list[Tensor]:
@@ -97,11 +99,17 @@ class FSDPPolicyOps:
             local_tensor(tensor).copy_(local_tensor(source[key]))
 
     def _state(self) -> dict[str, Tensor]:
-        """All that must survive sleep; the policy's tensors under their own names."""
-        state = dict(model_tensors(self.model.module))
-        state |= {f"optimizer:{k}": v for k, v in self.optimizer.state_tensors().items()}
+        """All on the device that must survive sleep; the policy's tensors under their own names.
+
+        Under --fsdp-cpu-offload that is no shard, and no optimizer state: only buffers.
+        """
+        in_host_memory = self._shards_in_host_memory
+        tensors = named_buffers if in_host_memory else model_tensors
+        state = tensors(self.model.module)
+        if not in_host_memory:
+            state |= {f"optimizer:{k}": v for k, v in self.optimizer.state_tensors().items()}
         if self.ref is not None:
-            state |= {f"ref:{k}": v for k, v in model_tensors(self.ref.module).items()}
+            state |= {f"ref:{k}": v for k, v in tensors(self.ref.module).items()}
         return state
 
 
