@@ -14,6 +14,7 @@ from megatron.core.utils import get_model_config
 from megatron.training.training import get_megatron_optimizer_config
 from torch import Tensor, nn
 
+from miles.backends.megatron_utils import host_adam
 from miles.backends.megatron_utils.fp32_param_utils import number_marked_parameters
 from miles.backends.training_utils.schedule import learning_rate_at
 from miles.config.optimizer import OptimizerConfig
@@ -82,12 +83,13 @@ class Optimizer:
     ) -> None:
         self.chunks: list[Any] = chunks
         settings, overrides = _settings(args)
-        self.megatron: Any = get_megatron_optimizer(
-            settings,
-            self.chunks,
-            config_overrides=overrides,
-            use_gloo_process_groups=args.use_gloo_process_groups,
-        )
+        with host_adam.built_in(settings):
+            self.megatron: Any = get_megatron_optimizer(
+                settings,
+                self.chunks,
+                config_overrides=overrides,
+                use_gloo_process_groups=args.use_gloo_process_groups,
+            )
         number_marked_parameters(self.megatron)
         self.schedule = Schedule(self.megatron, args, config, total_steps)
         self._clip = config.clip_grad
@@ -157,6 +159,18 @@ class Optimizer:
                     if isinstance(value, Tensor):
                         tensors[f"{prefix}.{kind}"] = value
         return tensors
+
+    def device_tensors(self) -> dict[str, Tensor]:
+        """``state_tensors`` without what --optimizer-cpu-offload keeps in host memory."""
+        elsewhere = {
+            id(value)
+            for part in self.parts()
+            if isinstance(part, host_adam.HostAdam)
+            for parameter, state in part.state.items()
+            if part.in_host_memory(parameter)
+            for value in state.values()
+        }
+        return {k: v for k, v in self.state_tensors().items() if id(v) not in elsewhere}
 
     def _connect(self, args: argparse.Namespace) -> None:
         """What the schedules of micro-batches take from the model's config."""

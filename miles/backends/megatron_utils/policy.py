@@ -173,10 +173,11 @@ class MegatronPolicyOps:
         return None if path is None else find_weights("--ref-load", path)
 
     def _state(self) -> dict[str, Tensor]:
-        """All that must survive sleep; the policy's parameters under their global names."""
+        """All on the device that must survive sleep; the policy's parameters under their global
+        names."""
         state = dict(local_tensors(self.model.chunks))
         state |= {f"buffer:{k}": v for k, v in _buffers(self.model.chunks).items()}
-        state |= {f"optimizer:{k}": v for k, v in self.optimizer.state_tensors().items()}
+        state |= {f"optimizer:{k}": v for k, v in self.optimizer.device_tensors().items()}
         if self.ref is not None:
             state |= {f"ref:{k}": v for k, v in _tensors(self.ref.chunks).items()}
         return state
