@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from miles.backends.fsdp_utils.actor import FSDPTrainRayActor
@@ -240,8 +241,15 @@ def held_asleep(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[s
     asleep = weights_of(actor)
     actor.wake_up()
     awake = weights_of(actor)
+    policies = [
+        group.offload_policy
+        for model in (actor.ops.model, ref)
+        for part in model.module.modules()
+        if isinstance(part, FSDPModule)
+        and (group := part._get_fsdp_state()._fsdp_param_group) is not None
+    ]
     actor.shutdown()
-    return {"left": left, "weights": [before, asleep, awake]}
+    return {"left": left, "weights": [before, asleep, awake], "policies": policies}
 
 
 def export(config: MilesConfig, directory: str, shard_bytes: int, limit: int | None) -> Weights:

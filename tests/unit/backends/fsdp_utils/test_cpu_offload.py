@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from miles.config.root import MilesConfig
+from miles.core import device
 from tests.ranks import Ranks
 from tests.unit.backends.fsdp_utils.jobs import (
     held_asleep,
@@ -68,6 +70,9 @@ def test_a_bad_gradient_skips_the_step(two_ranks: Ranks, tiny_qwen3: Path) -> No
 def test_sleep_leaves_alone_what_the_host_holds(two_ranks: Ranks, tiny_qwen3: Path) -> None:
     config = offloaded(make_config(tiny_qwen3, algorithm=KL))
     for answer in two_ranks.run_well(held_asleep, config, make_rollouts(config, 1)):
+        policy = CPUOffloadPolicy(pin_memory=device.has_accelerator())
+        assert answer["policies"]
+        assert all(found == policy for found in answer["policies"])
         left = answer["left"]
         for kind in ("parameters", "reference", "optimizer"):
             assert min(left[kind]) > 0, kind
