@@ -1,7 +1,7 @@
 """The FSDP backend."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from miles.config.flags import Doc
 
@@ -26,3 +26,13 @@ class FsdpConfig:
             "sdpa."
         ),
     ] = None
+    fsdp_cpu_offload: Annotated[
+        bool,
+        Doc(
+            "Keep sharded parameters, gradients and optimizer state in host memory; the optimizer "
+            "runs there."
+        ),
+    ] = False
+    fsdp_cpu_backend: Annotated[
+        Literal["gloo"], Doc("Process-group backend of --fsdp-cpu-offload's host tensors.")
+    ] = "gloo"

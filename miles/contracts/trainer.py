@@ -65,7 +65,9 @@ class TrainRayActor(ABC):
         """Join the process group, bind the device, build; return the first rollout id to run:
         ``--start-rollout-id`` where it is given, else the one behind the checkpoint's."""
         self.config = config
-        distributed.init_process_group(config.cluster.distributed_timeout_minutes)
+        distributed.init_process_group(
+            config.cluster.distributed_timeout_minutes, config.fsdp.fsdp_cpu_backend
+        )
         next_rollout_id = self.build(with_ref=with_ref)
         given = config.data.start_rollout_id
         return next_rollout_id if given is None else given

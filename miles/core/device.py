@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 CollectiveBackend = Literal["nccl", "gloo"]
+HostBackend = Literal["gloo"]
 
 VISIBLE_DEVICE_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -58,11 +59,12 @@ def collective_backend() -> CollectiveBackend:
     return "nccl" if device_type() == "cuda" else "gloo"
 
 
-def process_group_backend() -> str:
-    """Backend string for ``init_process_group``: device collectives, and gloo for host tensors."""
+def process_group_backend(host: HostBackend = "gloo") -> str:
+    """Backend string for ``init_process_group``: device collectives, and ``host`` for tensors in
+    host memory."""
     if not has_accelerator():
-        return "gloo"
-    return f"cpu:gloo,{device_type()}:{collective_backend()}"
+        return host
+    return f"cpu:{host},{device_type()}:{collective_backend()}"
 
 
 def supports_device_ipc() -> bool:

@@ -47,7 +47,7 @@ def host_rendezvous(host: str) -> int:
     return store.port
 
 
-def init_process_group(timeout_minutes: float) -> None:
+def init_process_group(timeout_minutes: float, host_backend: device.HostBackend = "gloo") -> None:
     """Join the job's process group from the environment and bind this process's device.
 
     With ``TORCHELASTIC_USE_AGENT_STORE=True`` in the environment every rank is a client of a
@@ -55,7 +55,7 @@ def init_process_group(timeout_minutes: float) -> None:
     """
     device.bind(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(
-        device.process_group_backend(), timeout=timedelta(minutes=timeout_minutes)
+        device.process_group_backend(host_backend), timeout=timedelta(minutes=timeout_minutes)
     )
 
 

@@ -114,6 +114,7 @@ class Offload:
     streamed_moment_bytes: int = 8
     rematerializes: bool = False
     on_host: bool = False
+    optimizer_on_host: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

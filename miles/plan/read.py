@@ -12,7 +12,6 @@ from miles.config.derived import (
     needs_reference,
     token_budget,
 )
-from miles.config.offload import OffloadConfig
 from miles.config.root import MilesConfig
 from miles.plan.job import (
     Batch,
@@ -66,7 +65,7 @@ def read_job(config: MilesConfig, *, device_bytes: int, host_bytes: int | None) 
         modules=modules,
         numbers=_fsdp_numbers(config, model) if args is None else _megatron_numbers(config, args),
         recompute=_fsdp_recompute(config) if args is None else _megatron_recompute(args, notes),
-        offload=_offload(config.offload),
+        offload=_offload(config, args),
         engines=_engines(config, model, notes),
         saving=Saving(
             checkpoint=config.checkpoint.save is not None,
@@ -224,14 +223,18 @@ def _megatron_numbers(config: MilesConfig, args: argparse.Namespace) -> Numbers:
     )
 
 
-def _offload(config: OffloadConfig) -> Offload:
+def _offload(config: MilesConfig, args: argparse.Namespace | None) -> Offload:
+    options = config.offload
+    on_host = args is not None and args.optimizer_cpu_offload
     return Offload(
-        sleeps=bool(config.offload_train),
-        target=config.offload_train_target,
-        chunk_bytes=config.offload_train_disk_chunk_mb << 20,
-        streams=config.stream_optimizer_state_to_disk,
-        streamed_moment_bytes=4 if config.stream_optimizer_state_moment_dtype == "bf16" else 8,
-        rematerializes=config.rematerialize_param_from_master_weight,
+        sleeps=bool(options.offload_train),
+        target=options.offload_train_target,
+        chunk_bytes=options.offload_train_disk_chunk_mb << 20,
+        streams=options.stream_optimizer_state_to_disk,
+        streamed_moment_bytes=4 if options.stream_optimizer_state_moment_dtype == "bf16" else 8,
+        rematerializes=options.rematerialize_param_from_master_weight,
+        on_host=config.fsdp.fsdp_cpu_offload,
+        optimizer_on_host=args.optimizer_offload_fraction if args and on_host else 0.0,
     )
 
 

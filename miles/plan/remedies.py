@@ -4,8 +4,6 @@ one number replaced, and what it saves is the difference of two forecasts."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from miles.config.flags import flag_specs
-from miles.config.root import MilesConfig
 from miles.plan.forecast import ENGINE, Phase, forecast
 from miles.plan.job import Job, Recompute
 
@@ -165,17 +163,20 @@ def _larger_cache(job: Job) -> list[_Option]:
 
 
 def _state_elsewhere(job: Job) -> list[_Option]:
-    """Where the trainer's state may lie, by the flags that this version has."""
+    """Where the trainer's state may lie."""
     offload, fsdp = job.offload, job.layout.backend == "fsdp"
     rows = (
         (
-            "offload_train_target",
+            "--optimizer-cpu-offload",
+            not fsdp and not offload.optimizer_on_host and not offload.streams,
+            replace(offload, optimizer_on_host=1.0),
+        ),
+        (
             "--offload-train-target disk",
             offload.sleeps and offload.target == "cpu",
             replace(offload, target="disk", rematerializes=False),
         ),
         (
-            "rematerialize_param_from_master_weight",
             "--rematerialize-param-from-master-weight",
             offload.sleeps
             and offload.target == "cpu"
@@ -184,23 +185,23 @@ def _state_elsewhere(job: Job) -> list[_Option]:
             replace(offload, rematerializes=True),
         ),
         (
-            "fsdp_cpu_offload",
             "--fsdp-cpu-offload",
-            fsdp and not offload.on_host,
+            fsdp and not offload.on_host and offload.target == "cpu",
             replace(offload, on_host=True),
         ),
         (
-            "stream_optimizer_state_to_disk",
             "--offload-train-target disk --stream-optimizer-state-to-disk",
-            offload.sleeps and not offload.streams,
+            offload.sleeps
+            and not offload.streams
+            and not offload.on_host
+            and not offload.optimizer_on_host,
             replace(offload, target="disk", streams=True, rematerializes=False),
         ),
     )
-    known = {spec.dest for spec in flag_specs(MilesConfig)}
     return [
         _Option(flag, "the time of copies in every step", replace(job, offload=changed))
-        for dest, flag, applies, changed in rows
-        if applies and dest in known
+        for flag, applies, changed in rows
+        if applies
     ]
 
 

@@ -45,6 +45,8 @@ class StateBytes:
     """--rematerialize-param-from-master-weight: sleeping parameters are rounded masters again."""
     on_host: bool = False
     """--fsdp-cpu-offload: what is sharded is on the host always."""
+    optimizer_on_host: float = 0.0
+    """--optimizer-cpu-offload: this share of masters and moments is on the host always."""
 
     def awake(self) -> list[Line]:
         """While training; the copies of the last sleep are kept, since pinning is slow."""
@@ -62,6 +64,8 @@ class StateBytes:
         if not self.sleeps or self.on_host:
             return self.awake()
         lines = [self._away("sleeping trainer", self._backup())]
+        held = round(self.optimizer_on_host * self._state)
+        lines.append(line("optimizer on the host", host=held))
         if in_sync and (self._has_no_copy or self.target == "disk"):
             lines.append(self._held("parameters", self._parameters))
         if self.streams:
@@ -94,6 +98,10 @@ class StateBytes:
         return self.parameter_bytes * self.parameters
 
     @property
+    def _state(self) -> int:
+        return (self.master_bytes + self.moment_bytes) * self.optimized
+
+    @property
     def _reference(self) -> int:
         return self.reference_bytes * self.parameters
 
@@ -111,12 +119,17 @@ class StateBytes:
                 line("staged buckets", host=STAGED_BUCKETS * self.chunk_bytes),
             ]
         moments = self.moment_bytes * self.optimized
-        return [self._held("masters", masters), self._held("moments", moments)]
+        away, share = self.optimizer_on_host, 1 - self.optimizer_on_host
+        return [
+            self._held("masters", round(share * masters)),
+            self._held("moments", round(share * moments)),
+            line("optimizer on the host", host=round(away * (masters + moments))),
+        ]
 
     def _backup(self) -> int:
-        optimizer = 0 if self.streams else self.master_bytes + self.moment_bytes
+        optimizer = 0 if self.streams else round((1 - self.optimizer_on_host) * self._state)
         parameters = 0 if self._has_no_copy else self._parameters
-        return parameters + optimizer * self.optimized + self._reference
+        return parameters + optimizer + self._reference
 
     def _held(self, name: str, num_bytes: int) -> Line:
         return line(name, host=num_bytes) if self.on_host else line(name, device=num_bytes)

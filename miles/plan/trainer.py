@@ -58,6 +58,7 @@ def state(job: Job, stage: int) -> StateBytes:
         streamed_moment_bytes=offload.streamed_moment_bytes,
         rematerializes=offload.rematerializes,
         on_host=offload.on_host,
+        optimizer_on_host=offload.optimizer_on_host,
     )
 
 

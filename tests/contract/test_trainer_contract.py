@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 
 from miles.config.checkpoint import CheckpointConfig
 from miles.config.cluster import ClusterConfig
+from miles.config.command_line import Foreign
 from miles.config.data import DataConfig
+from miles.config.fsdp import FsdpConfig
 from miles.config.optimizer import OptimizerConfig
 from miles.config.precision import PrecisionConfig
 from miles.config.rollout import RolloutConfig
@@ -30,8 +32,10 @@ from tests.engine_process import running_engine
 from tests.ranks import Ranks
 from tests.unit.rollout.made_samples import made_groups
 
-BACKENDS = ["fsdp", "megatron", "megatron-tp2"]
-"""On two data-parallel ranks, the last on one whose tensors are split over two."""
+OF_HOST_MEMORY = ("--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d")
+BACKENDS = ["fsdp", "fsdp-host", "megatron", "megatron-host", "megatron-tp2"]
+"""On two data-parallel ranks, the last on one whose tensors are split over two; ``host``: with
+what the backend can keep in host memory there."""
 REWARDS = [[1.0, 0.0, 0.5], [0.0, 1.0]]
 RESPONSES = [6, 3, 9, 4, 5]
 
@@ -39,7 +43,7 @@ RESPONSES = [6, 3, 9, 4, 5]
 def make_config(backend: str, model: Path, save: Path) -> MilesConfig:
     config = MilesConfig(
         cluster=ClusterConfig(
-            train_backend=backend.removesuffix("-tp2"),  # pyright: ignore[reportArgumentType]
+            train_backend=backend.partition("-")[0],  # pyright: ignore[reportArgumentType]
             colocate=True,
             distributed_timeout_minutes=2,
             actor_num_gpus_per_node=2,
@@ -54,16 +58,18 @@ def make_config(backend: str, model: Path, save: Path) -> MilesConfig:
         ),
         optimizer=OptimizerConfig(lr=1e-3, lr_decay_style="linear"),
         precision=PrecisionConfig(fp32=True),
+        fsdp=FsdpConfig(fsdp_cpu_offload=backend == "fsdp-host"),
         checkpoint=CheckpointConfig(save=str(save), load=str(save)),
         weight_sync=WeightSyncConfig(
             check_weight_update_equal=True, update_weight_buffer_size=20_000
         ),
     )
-    if backend == "fsdp":
+    if config.cluster.train_backend == "fsdp":
         return config
     from miles.backends.megatron_utils import arguments
 
-    argv, problems, _ = arguments.check(config, [])
+    foreign = [Foreign(name=flag) for flag in OF_HOST_MEMORY if backend == "megatron-host"]
+    argv, problems, _ = arguments.check(config, foreign)
     assert problems == []
     if backend == "megatron-tp2":
         argv += ("--tensor-model-parallel-size", "2", "--sequence-parallel")

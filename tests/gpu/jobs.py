@@ -7,6 +7,7 @@ import torch
 
 from miles.backends.fsdp_utils.attention import NAME as PACKED_ATTENTION
 from miles.backends.fsdp_utils.model import HeadOptions
+from miles.backends.training_utils.offload_store import local_tensor
 from miles.backends.training_utils.packing import build_micro_batches
 from miles.config.root import MilesConfig
 from miles.contracts.types import TrainBatch
@@ -30,6 +31,37 @@ def memory_of_a_step(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> d
     actor.shutdown()
     assert model.attention == PACKED_ATTENTION
     return {"bytes": used, "tokens": batch.tokens_T.numel()}
+
+
+def memory_after_a_step(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
+    """Bytes of this rank's actor on its device after a rollout, and how many its shards and its
+    optimizer have, wherever they are; where the latter are; then the same asleep."""
+    gc.collect()
+    device.empty_cache()
+    others = device.memory_stats().allocated_bytes
+    actor, _ = start(config, with_ref=config.algorithm.use_kl_loss)
+    actor.train(0, rollouts[0][actor.parallel.dp_rank])
+    tensors = [*actor.ops.model.module.parameters(), *actor.ops.optimizer.state_tensors().values()]
+    if actor.ops.ref is not None:
+        tensors += actor.ops.ref.module.parameters()
+    shards = [local_tensor(tensor) for tensor in tensors]
+    before = weights_of(actor)
+    # The workspaces of matrix products are larger than this model.
+    device.empty_cache()
+    awake = device.memory_stats().allocated_bytes - others
+    actor.sleep()
+    asleep, weights = device.memory_stats().allocated_bytes - others, weights_of(actor)
+    actor.wake_up()
+    steps = actor.train(1, rollouts[1][actor.parallel.dp_rank]).steps
+    actor.shutdown()
+    return {
+        "awake": awake,
+        "asleep": asleep,
+        "state": sum(shard.numel() * shard.element_size() for shard in shards),
+        "places": sorted({shard.device.type for shard in shards}),
+        "unchanged": before == weights,
+        "steps": steps,
+    }
 
 
 def memory_around_sleep(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from tests.contract.test_trainer_contract import make_config as make_contract_co
 from tests.contract.trainer_lives import first_life, second_life
 from tests.engine_process import running_engine
 from tests.gpu.conftest import DeviceRanks
-from tests.gpu.jobs import memory_around_sleep, memory_of_a_step
+from tests.gpu.jobs import memory_after_a_step, memory_around_sleep, memory_of_a_step
 from tests.unit.backends.fsdp_utils.jobs import (
     from_bytes,
     load_and_report,
@@ -80,8 +80,10 @@ def test_log_probs_in_half_precision_stay_near_fp32(
         ({}, {}),
         ({"use_dynamic_batch_size": False, "micro_batch_size": 2}, {}),
         ({}, {"gradient_checkpointing": True}),
+        ({}, {"fsdp_cpu_offload": True}),
+        ({}, {"fsdp_cpu_offload": True, "gradient_checkpointing": True}),
     ],
-    ids=["packed", "padded", "recomputed"],
+    ids=["packed", "padded", "recomputed", "shards in host memory", "both"],
 )
 def test_ranks_train_in_fp32_like_one_plain_process_on_the_cpu(
     device_ranks: DeviceRanks, tiny_qwen3: Path, data: dict[str, Any], fsdp: dict[str, Any]
@@ -133,6 +135,57 @@ def test_sleep_gives_the_memory_back_and_waking_up_restores_every_bit(
         for step, expected in zip(answer["steps"], after, strict=True):
             assert step.loss == pytest.approx(expected.loss, abs=1e-5)
             assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("fp32", [False, True], ids=["bf16", "fp32"])
+def test_with_shards_in_host_memory_a_run_goes_the_same_way_and_the_device_holds_none(
+    device_ranks: DeviceRanks, tmp_path: Path, fp32: bool
+) -> None:
+    model = make_qwen3(tmp_path / "model", hidden_size=512, intermediate_size=2048, num_layers=4)
+    algorithm = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 2}
+    resident = make_config(
+        model, algorithm=algorithm, optimizer={"clip_grad": 0.05}, precision={"fp32": fp32}
+    )
+    offloaded = make_config(
+        model,
+        algorithm=algorithm,
+        optimizer={"clip_grad": 0.05},
+        precision={"fp32": fp32},
+        fsdp={"fsdp_cpu_offload": True},
+    )
+    rollouts = make_rollouts(resident, 2, device_ranks.size)
+    undisturbed = device_ranks.run(train_rollouts, resident, rollouts)
+    answers = device_ranks.run(memory_after_a_step, offloaded, rollouts)
+    for answer, plain in zip(answers, undisturbed, strict=True):
+        assert answer["places"] == ["cpu"]
+        assert answer["awake"] < 0.1 * answer["state"]
+        assert answer["asleep"] < 0.01 * answer["state"]
+        assert answer["unchanged"]
+        after = plain["steps"][-len(answer["steps"]) :]
+        for step, expected in zip(answer["steps"], after, strict=True):
+            assert step.loss == pytest.approx(expected.loss, abs=1e-5 if fp32 else 1e-2)
+            assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4 if fp32 else 5e-2)
+
+
+def test_a_checkpoint_goes_on_with_its_shards_on_the_device_and_back(
+    device_ranks: DeviceRanks, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    config = make_config(tiny_qwen3, optimizer=SCHEDULE)
+    rollouts = make_rollouts(config, 3, device_ranks.size)
+    whole, *_ = device_ranks.run(train_rollouts, config, rollouts)
+    resident = saving(config, tmp_path, async_save=True)
+    host = saving(
+        make_config(tiny_qwen3, optimizer=SCHEDULE, fsdp={"fsdp_cpu_offload": True}),
+        tmp_path,
+        async_save=True,
+    )
+    device_ranks.run(train_rollouts, host, rollouts[:1], 0, (0,))
+    device_ranks.run(train_rollouts, resident, rollouts[:2], 0, (1,))
+    resumed, *_ = device_ranks.run(train_rollouts, host, rollouts)
+    assert resumed["first"] == 2
+    for name, value in resumed["weights"].items():
+        expected = from_bytes(whole["weights"][name])
+        torch.testing.assert_close(from_bytes(value), expected, atol=1e-5, rtol=0, msg=name)
 
 
 def test_a_save_in_the_background_holds_the_weights_of_its_rollout(

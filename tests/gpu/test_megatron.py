@@ -154,6 +154,94 @@ def test_sleep_gives_the_memory_back_and_waking_up_restores_every_bit(
             assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
 
 
+HOST = ("--optimizer-cpu-offload", "--use-precision-aware-optimizer")
+BESIDE = (*HOST, "--overlap-cpu-optimizer-d2h-h2d")
+PART = (*BESIDE, "--optimizer-offload-fraction", "0.5")
+UNPINNED = (*BESIDE, "--no-pin-cpu-grads", "--no-pin-cpu-params")
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags", "fp32"),
+    [
+        pytest.param(ONE, HOST, False, id="bf16, in turn"),
+        pytest.param(ONE, HOST, True, id="fp32, in turn"),
+        pytest.param(ONE, BESIDE, False, id="bf16, beside"),
+        pytest.param(ONE, BESIDE, True, id="fp32, beside"),
+        pytest.param(ONE, UNPINNED, True, id="fp32, unpinned"),
+        pytest.param(Layout(dp=2, flags=OVERLAP), PART, False, id="bf16, in part, dp2"),
+        pytest.param(Layout(dp=2, flags=OVERLAP), PART, True, id="fp32, in part, dp2"),
+    ],
+)
+def test_an_optimizer_in_host_memory_trains_like_one_on_the_device(
+    layout_ranks: LayoutRanks,
+    megatron_models: dict[str, Path],
+    layout: Layout,
+    flags: tuple[str, ...],
+    fp32: bool,
+) -> None:
+    def run(*more: str) -> Any:
+        config = make_config(
+            megatron_models["dense"],
+            *layout.argv,
+            *more,
+            # The epsilon keeps gradients that are nothing but rounding from moving weights.
+            optimizer={**OPTIMIZER, "adam_eps": 1e-4},
+            precision={"fp32": fp32},
+            **layout.groups,
+        )
+        return layout_ranks.run(layout, train_rollouts, config, make_rollouts(config, 3, layout.dp))
+
+    tolerance = 1e-5 if fp32 else 1e-2
+    for offloaded, resident in zip(run(*flags), run(), strict=True):
+        for step, expected in zip(offloaded["steps"], resident["steps"], strict=True):
+            assert step.loss == pytest.approx(expected.loss, abs=tolerance)
+            assert step.grad_norm == pytest.approx(expected.grad_norm, rel=10 * tolerance)
+        for name, value in offloaded["weights"].items():
+            torch.testing.assert_close(
+                from_bytes(value).float(),
+                from_bytes(resident["weights"][name]).float(),
+                atol=tolerance,
+                rtol=0,
+                msg=name,
+            )
+
+
+def test_an_optimizer_in_host_memory_takes_no_device_memory_awake_or_asleep(
+    layout_ranks: LayoutRanks, tmp_path: Path
+) -> None:
+    """bf16: 2 bytes of weight, 4 of gradient and 12 of optimizer for each parameter."""
+    model = make_qwen3(tmp_path / "model", hidden_size=512, intermediate_size=2048, num_layers=4)
+    resident, offloaded = (
+        make_config(model, *flags, precision={"fp32": False}) for flags in ((), BESIDE)
+    )
+    rollouts = make_rollouts(resident, 2, 1)
+    (plain,) = layout_ranks.run(ONE, memory_around_sleep, resident, rollouts)
+    (found,) = layout_ranks.run(ONE, memory_around_sleep, offloaded, rollouts)
+    assert found["unchanged"]
+    for awake, asleep, before in zip(found["awake"], found["asleep"], plain["awake"], strict=True):
+        assert awake < 0.6 * before
+        assert asleep < 0.05 * awake
+
+
+def test_a_checkpoint_goes_on_with_its_optimizer_on_the_device_and_back(
+    layout_ranks: LayoutRanks, megatron_models: dict[str, Path], tmp_path: Path
+) -> None:
+    resident, host = (
+        make_config(megatron_models["dense"], *flags, optimizer=SCHEDULE) for flags in ((), PART)
+    )
+    rollouts = make_rollouts(resident, 3, 1)
+    train = checkpoint_jobs.train_rollouts
+    whole, *_ = layout_ranks.run(ONE, train, resident, rollouts)
+    saved_host, saved_resident = (saving(c, tmp_path, async_save=True) for c in (host, resident))
+    layout_ranks.run(ONE, train, saved_host, rollouts[:1], (0,))
+    layout_ranks.run(ONE, train, saved_resident, rollouts[:2], (1,))
+    resumed, *_ = layout_ranks.run(ONE, train, saved_host, rollouts)
+    assert resumed["first"] == 2
+    for name, value in resumed["weights"].items():
+        expected = from_bytes(whole["weights"][name])
+        torch.testing.assert_close(from_bytes(value), expected, atol=1e-5, rtol=0, msg=name)
+
+
 @layouts([ONE, *TWO])
 def test_a_resumed_run_goes_on_like_the_uninterrupted_one(
     layout_ranks: LayoutRanks, megatron_models: dict[str, Path], tmp_path: Path, layout: Layout

@@ -14,7 +14,7 @@ from miles.backends.fsdp_utils.model import HeadOptions, LoadOptions, ShardedMod
 from miles.backends.fsdp_utils.optimizer import Optimizer
 from miles.backends.fsdp_utils.parallel import build_mesh, parallel_state
 from miles.backends.fsdp_utils.precision import make_precision
-from miles.backends.fsdp_utils.weights import model_tensors, stream_weights
+from miles.backends.fsdp_utils.weights import model_tensors, named_buffers, stream_weights
 from miles.backends.training_utils import checkpoints, optimizer_state
 from miles.backends.training_utils.consume import consume
 from miles.backends.training_utils.hf_export import export_hf
@@ -48,6 +48,7 @@ class FSDPPolicyOps:
             make_precision(config),
             config.fsdp.attn_implementation,
             config.fsdp.gradient_checkpointing,
+            config.fsdp.fsdp_cpu_offload,
         )
         self.model = load_model(config.rollout.hf_checkpoint, mesh, options)
         self_check.check_head(self.model)
@@ -73,10 +74,9 @@ class FSDPPolicyOps:
             chunk_size=config.algorithm.log_probs_chunk_size,
         )
         self._with_entropy = needs_entropy(config.algorithm)
+        self._shards_in_host_memory = config.fsdp.fsdp_cpu_offload
         self.store = OffloadStore(
-            make_backing(config.offload),
-            weights=lambda: model_tensors(self.model.module),
-            others=self._others,
+            make_backing(config.offload), weights=self._weights, others=self._others
         )
 
     def log_probs(self, batches: Sequence[MicroBatch], *, weights: WeightsTag) -> list[Tensor]:
@@ -114,12 +114,22 @@ class FSDPPolicyOps:
         self.store.close()
         self.optimizer.close()
 
+    def _weights(self) -> dict[str, Tensor]:
+        """The policy's tensors on the device; under --fsdp-cpu-offload that is no shard."""
+        return self._on_device(self.model)
+
     def _others(self) -> dict[str, Tensor]:
-        """All that must survive sleep beside the policy's tensors."""
-        state = {f"optimizer:{k}": v for k, v in self.optimizer.resident_tensors().items()}
+        """All on the device that must survive sleep beside them."""
+        state: dict[str, Tensor] = {}
+        if not self._shards_in_host_memory:
+            state = {f"optimizer:{k}": v for k, v in self.optimizer.resident_tensors().items()}
         if self.ref is not None:
-            state |= {f"ref:{k}": v for k, v in model_tensors(self.ref.module).items()}
+            state |= {f"ref:{k}": v for k, v in self._on_device(self.ref).items()}
         return state
+
+    def _on_device(self, model: ShardedModel) -> dict[str, Tensor]:
+        tensors = named_buffers if self._shards_in_host_memory else model_tensors
+        return tensors(model.module)
 
 
 class FSDPTrainRayActor(TrainRayActor):

@@ -31,7 +31,7 @@ _DATA_PARALLEL = (
     "split a model inside itself, use --train-backend megatron"
 )
 _RECOMPUTE = "use --gradient-checkpointing instead"
-_CPU_OPTIMIZER = "leave it out: the optimizer stays on the training device"
+_CPU_OPTIMIZER = "leave it out: it is about Megatron's optimizers"
 _REMEDIES: Mapping[str, str] = {
     **dict.fromkeys(
         (
@@ -77,12 +77,14 @@ _REMEDIES: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
-            "optimizer-cpu-offload",
+            "optimizer-offload-fraction",
             "overlap-cpu-optimizer-d2h-h2d",
             "use-precision-aware-optimizer",
+            "use-torch-optimizer-for-cpu-offload",
         ),
         _CPU_OPTIMIZER,
     ),
+    "optimizer-cpu-offload": "use --fsdp-cpu-offload, which also takes the weights there",
     "bf16": "leave it out: bf16 is the default (--fp16 and --fp32 are the others)",
     "batch-size": "use --rollout-batch-size (prompts) or --global-batch-size (samples of a step)",
     "persistent-save-interval": "use --save-interval instead",

@@ -15,7 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -160,6 +165,14 @@ class LoadOptions:
     attention: str | None = None
     """``--attn-implementation``."""
     gradient_checkpointing: bool = False
+    cpu_offload: bool = False
+    """``--fsdp-cpu-offload``: shards live in host memory and are gathered on the device."""
+
+    def offload_policy(self) -> OffloadPolicy:
+        """Pinned where there is a device that copies from the shards: pinning needs one."""
+        if not self.cpu_offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=device.has_accelerator())
 
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
@@ -179,10 +192,12 @@ def load_model(path: str, mesh: DeviceMesh, options: LoadOptions) -> ShardedMode
     for key, parameter in module.named_parameters():
         parameter.data = parameter.data.to(stored[key])
     module.requires_grad_(not precision.frozen)
-    _shard(module, mesh, precision)
-    module.to_empty(device=device.current_device())
+    _shard(module, mesh, options)
+    # With shards in host memory they are filled there too: one device for all that is broadcast.
+    module.to_empty(device="cpu" if options.cpu_offload else device.current_device())
     module.tie_weights()
     _fill(module, source)
+    _move_buffers(module, device.current_device())
     module.train()
     exported = [replace(w, dtype=precision.exported(w.dtype)) for w in weights]
     return ShardedModel(module, exported, precision)
@@ -287,9 +302,9 @@ def _check_uniform(stored: set[torch.dtype]) -> None:
         raise ConfigError([Problem("--no-keep-fp32-master", True, remedy)])
 
 
-def _shard(module: PreTrainedModel, mesh: DeviceMesh, precision: Precision) -> None:
+def _shard(module: PreTrainedModel, mesh: DeviceMesh, options: LoadOptions) -> None:
     """One FSDP unit per block, one per untied embedding, the rest with the root."""
-    policy = precision.mixed_precision_policy()
+    policy, offload = options.precision.mixed_precision_policy(), options.offload_policy()
     blocks = set(module._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
     if not blocks:
         log.info("%s names no blocks: it is sharded as one unit", type(module).__name__)
@@ -298,8 +313,8 @@ def _shard(module: PreTrainedModel, mesh: DeviceMesh, precision: Precision) -> N
     tied = head is not None and any(parameter is head.weight for parameter in inputs)
     for part in list(module.modules()):
         if type(part).__name__ in blocks or (isinstance(part, nn.Embedding) and not tied):
-            fully_shard(part, mesh=mesh, mp_policy=policy)
-    fully_shard(module, mesh=mesh, mp_policy=policy)
+            fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             # Losses are divided by global counts already: gradients add up, they do not average.
@@ -324,6 +339,13 @@ def _fill(module: PreTrainedModel, source: dict[str, Tensor]) -> None:
             buffer.copy_(source[key])
         if distributed.world_size() > 1:
             dist.broadcast(buffer, 0)
+
+
+def _move_buffers(module: nn.Module, where: torch.device) -> None:
+    """FSDP gathers parameters on the device, but uses buffers where they are."""
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, buffer.to(where))
 
 
 @contextmanager

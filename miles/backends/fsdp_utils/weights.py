@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from miles.backends.training_utils.offload_store import OffloadStore
 from miles.contracts.types import NamedTensor
+from miles.core import device
 from miles.core.experts import ExpertSlice, expert_slices
 from miles.core.hf import CheckpointDirError
 
@@ -36,7 +37,12 @@ class Weight:
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters, then buffers; a tied tensor once, under its first name."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {**dict(model.named_parameters()), **named_buffers(model)}
+
+
+def named_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """What FSDP does not shard: every rank has all of it on its device."""
+    return dict(model.named_buffers())
 
 
 def match_weights(
@@ -97,7 +103,9 @@ def stream_weights(
     tensors, dtypes = model_tensors(model), dtypes_by_key(weights)
     for key, group in groupby(weights, key=lambda weight: weight.key):
         tensor = tensors[key]
-        held = store.read(key, tensor)
+        # Gathered on the device, also what --fsdp-cpu-offload holds in host memory. That is next
+        # written by an optimizer step, whose gradients have waited for this copy.
+        held = store.read(key, tensor).to(device.current_device(), non_blocking=True)
         # Cast first: a cast is elementwise, and the gather then moves the narrower dtype.
         full = _full(held.to(dtypes[key]), tensor)
         if full.untyped_storage().data_ptr() == held.untyped_storage().data_ptr():

@@ -139,6 +139,12 @@ APPLIES: tuple[Applies, ...] = (
     ),
     # Memory.
     Applies(
+        """overlap-cpu-optimizer-d2h-h2d optimizer-offload-fraction
+        use-torch-optimizer-for-cpu-offload no-pin-cpu-grads no-pin-cpu-params""",
+        lambda args, config: args.optimizer_cpu_offload,
+        "with --optimizer-cpu-offload",
+    ),
+    Applies(
         "recompute-method recompute-num-layers distribute-saved-activations",
         _recomputes,
         "with --recompute-granularity",

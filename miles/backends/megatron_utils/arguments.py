@@ -131,8 +131,10 @@ def _check_values(
         return (), problems, []
     in_part = any(option.removeprefix("--") in architecture.ARCHITECTURE_FLAGS for option in broken)
     derived, notes = _architecture(config, model, given, in_part=in_part)
+    demanded = derive.from_flags(given)
     known = [
         *derive.defaults(config),
+        *demanded,
         *derive.from_model(config, model.hf_config, model.flags, given),
     ]
     typed = [word for flag in own for word in words_of(flag, flag.name)]
@@ -156,6 +158,7 @@ def _check_values(
     problems = [p for p in problems if broken.isdisjoint(p.flag.split(", "))]
     if not problems and not broken:
         problems = _validated(config, argv)
+    notes += [note(f"--optimizer-cpu-offload takes {flag}, which is added") for flag in demanded]
     return tuple(argv), problems, [*notes, *rules.warnings(args)]
 
 

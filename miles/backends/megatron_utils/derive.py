@@ -35,6 +35,14 @@ def defaults(config: MilesConfig) -> list[str]:
     ]
 
 
+def from_flags(given: Set[str]) -> list[str]:
+    """What Megatron demands beside flags that are ``given`` (names without dashes)."""
+    if "optimizer-cpu-offload" in given and "use-precision-aware-optimizer" not in given:
+        # Of an fp32 state and fp32 gradients, its defaults, it is the same Adam.
+        return ["--use-precision-aware-optimizer"]
+    return []
+
+
 def from_model(
     config: MilesConfig, hf_config: Any, flags: Mapping[str, str | bool], given: Set[str]
 ) -> list[str]:

@@ -8,7 +8,7 @@ another dtype than the parameter's from ``decoupled_grad``, and stores moments i
 
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -83,19 +83,17 @@ class FusedAdam(torch.optim.Optimizer):
                     self.initialize_state(param)
             if self._is_plain(updated):
                 self._update(group, updated)
-                continue
-            # One parameter at a time: no more than one is widened to fp32 at once.
-            for param in updated:
-                self._update_wide(group, param)
+            else:
+                self._update_one_by_one(group, updated)
 
     def initialize_state(self, param: Tensor) -> None:
         """Zero moments and, if held here, the main parameter."""
-        state = self.state[param]
-        for name, dtype in self.state_dtypes.items():
+        for name in self.state_dtypes:
+            tensor = self.state[param][name] = self._empty_state(param, name)
             if name == MAIN:
-                state[name] = param.detach().to(dtype, copy=True)
+                tensor.copy_(param.detach())
             else:
-                state[name] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+                tensor.zero_()
 
     def get_unscaled_state(self, param: Tensor, name: str) -> Tensor:
         """A state in fp32: the tensor itself if it is stored so."""
@@ -104,20 +102,24 @@ class FusedAdam(torch.optim.Optimizer):
     def set_scaled_state(self, param: Tensor, name: str, value: Tensor) -> None:
         """Store a state that Megatron read from a checkpoint, in the dtype it is kept in."""
         state = self.state[param]
-        if name in state and state[name].shape == value.shape:
-            state[name].copy_(value)
-        else:
-            state[name] = value.to(param.device, self.state_dtypes[name], copy=True)
+        if name not in state:
+            state[name] = self._empty_state(param, name)
+        state[name].copy_(value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Like PyTorch's, which would cast every state to the parameter's dtype."""
-        super().load_state_dict(state_dict)
-        params = [param for group in self.param_groups for param in group["params"]]
-        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
-        for number, param in zip(numbers, params, strict=True):
-            stored = state_dict["state"].get(number, {})
-            for name in self.state_dtypes.keys() & stored.keys():
-                self.state[param][name] = stored[name].to(param.device, self.state_dtypes[name])
+        """Like PyTorch's, which would bring every state to its parameter's dtype and device."""
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            own = group["params"]
+            group.clear()
+            group.update({**saved, "params": own})
+            for number, param in zip(saved["params"], own, strict=True):
+                stored = state_dict["state"].get(number, {})
+                for name in self.state_dtypes.keys() & stored.keys():
+                    self.set_scaled_state(param, name, stored[name])
+
+    def _empty_state(self, param: Tensor, name: str) -> Tensor:
+        """Where one state of a parameter will be."""
+        return torch.empty_like(param, dtype=self.state_dtypes[name], requires_grad=False)
 
     def _gradient(self, param: Tensor) -> Tensor | None:
         return getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
@@ -132,16 +134,23 @@ class FusedAdam(torch.optim.Optimizer):
         means, squares = ([self.state[p][name] for p in params] for name in _MOMENTS)
         self._adam(group, params, gradients, (means, squares))
 
-    def _update_wide(self, group: dict[str, Any], param: Tensor) -> None:
-        state, gradient = self.state[param], self._gradient(param)
-        assert gradient is not None
+    def _update_one_by_one(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+        """No more than one parameter is widened to fp32 at once."""
+        for param in params:
+            gradient = self._gradient(param)
+            assert gradient is not None
+            param.copy_(self._update_wide(group, param, gradient))
+
+    def _update_wide(self, group: dict[str, Any], param: Tensor, gradient: Tensor) -> Tensor:
+        """The parameter's next value in fp32, where its state is, as the gradient has to be."""
+        state = self.state[param]
         main = state.get(MAIN)
         wide = {name: state[name].float() for name in _MOMENTS}
         target = param.detach().float() if main is None else main
         self._adam(group, [target], [gradient.float()], tuple([m] for m in wide.values()))
         for name, value in wide.items():
             state[name].copy_(value)
-        param.copy_(target)
+        return target
 
     def _adam(
         self,

@@ -14,6 +14,7 @@ from megatron.core.utils import get_model_config
 from megatron.training.training import get_megatron_optimizer_config
 from torch import Tensor, nn
 
+from miles.backends.megatron_utils import host_adam
 from miles.backends.megatron_utils.fp32_param_utils import number_marked_parameters
 from miles.backends.megatron_utils.streaming import StreamedInner, stream_state
 from miles.backends.training_utils import optimizer_state
@@ -88,12 +89,13 @@ class Optimizer:
         """Raises ``OffloadError`` where ``offload`` wants the state on a disk that has no room."""
         self.chunks: list[Any] = chunks
         settings, overrides = _settings(args)
-        self.megatron: Any = get_megatron_optimizer(
-            settings,
-            self.chunks,
-            config_overrides=overrides,
-            use_gloo_process_groups=args.use_gloo_process_groups,
-        )
+        with host_adam.built_in(settings):
+            self.megatron: Any = get_megatron_optimizer(
+                settings,
+                self.chunks,
+                config_overrides=overrides,
+                use_gloo_process_groups=args.use_gloo_process_groups,
+            )
         number_marked_parameters(self.megatron)
         self._moments = _moment_dtypes(args, offload)
         self._streamed: list[StreamedInner] = []
@@ -161,9 +163,21 @@ class Optimizer:
 
     def resident_tensors(self) -> dict[str, Tensor]:
         """What the optimizer holds on the device beside the model's: master parameters, moments."""
-        tensors: dict[str, Tensor] = {}
         if self._streamed:
-            return tensors
+            return {}
+        elsewhere = {
+            id(value)
+            for part in self.parts()
+            if isinstance(part, host_adam.HostAdam)
+            for parameter, state in part.state.items()
+            if part.in_host_memory(parameter)
+            for value in state.values()
+        }
+        return {k: v for k, v in self.state_tensors().items() if id(v) not in elsewhere}
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Every tensor that the optimizer holds beside the model's, wherever it lies."""
+        tensors: dict[str, Tensor] = {}
         for number, part in enumerate(self.parts()):
             parameters = [p for group in part.param_groups for p in group["params"]]
             for index, parameter in enumerate(parameters):
@@ -177,8 +191,11 @@ class Optimizer:
     def restore_parameters(self) -> None:
         """Make the model's parameters anew from the master weights. Collective."""
         for part in self.megatron.chained_optimizers:
-            if not part.is_stub_optimizer:
-                part._copy_main_params_to_model_params()
+            if part.is_stub_optimizer:
+                continue
+            part._copy_main_params_to_model_params()
+            if isinstance(part.optimizer, host_adam.HostAdam):
+                part.optimizer.restore_parameters()
         for chunk in self.chunks:
             if chunk.ddp_config.use_distributed_optimizer:
                 chunk.start_param_sync(force_sync=True)

@@ -13,7 +13,6 @@ _LOOP = "Miles drives the loop"
 _FSDP = "this backend shards with the distributed optimizer; --train-backend fsdp is the other way"
 _STEPS = "schedules count optimizer steps: use --lr-warmup-iters, --lr-decay-iters and the like"
 _CUDA_GRAPHS = "micro-batches have many shapes, which CUDA graphs cannot replay"
-_CPU_OPTIMIZER = "this version keeps the optimizer on the training device"
 _LENGTHS = "a micro-batch is as long as its samples"
 _DIALECT = "no model of the families that convert from Hugging Face has it"
 _ADAM = "the optimizer is Adam"
@@ -88,8 +87,6 @@ _NAMES: Mapping[str, str] = {
     ),
     """enable-cuda-graph external-cuda-graph optimizer-cuda-graph
     delay-offload-until-cuda-graph""": _CUDA_GRAPHS,
-    """optimizer-cpu-offload overlap-cpu-optimizer-d2h-h2d optimizer-offload-fraction
-    use-torch-optimizer-for-cpu-offload no-pin-cpu-grads no-pin-cpu-params""": _CPU_OPTIMIZER,
     "no-use-layer-wise-param-layout": _ADAM,
     "apply-wd-to-qk-layernorm no-weight-decay-cond-type": _WEIGHT_DECAY,
     "ddp-average-in-collective": (

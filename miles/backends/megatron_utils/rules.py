@@ -4,7 +4,7 @@ Megatron checks much of it too, but stops at the first, and without saying where
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from miles.backends.megatron_utils import package
 from miles.backends.megatron_utils.offload_rules import OFFLOAD_RULES
@@ -223,16 +223,36 @@ def kernels_are_installed(args: argparse.Namespace, config: MilesConfig) -> list
         ("--transformer-impl", args.transformer_impl, ("local",)),
         ("--fp8-format", args.fp8, (None,)),
         ("--fp4-format", args.fp4, (None,)),
+    )
+    return _outside(without, "needs Transformer Engine, which is not installed")
+
+
+def optimizer_state_is_stored(args: argparse.Namespace, config: MilesConfig) -> list[Problem]:
+    """The Adam of this backend stores less than Transformer Engine's; it runs where that is
+    missing, and in host memory."""
+    if args.optimizer_cpu_offload:
+        reason = "is for an optimizer on the device; --optimizer-cpu-offload has one that lacks it"
+    elif not package.has_transformer_engine():
+        reason = "needs Transformer Engine, which is not installed"
+    else:
+        return []
+    known = (
         ("--exp-avg-dtype", args.exp_avg_dtype, ("fp32", "bf16")),
         ("--exp-avg-sq-dtype", args.exp_avg_sq_dtype, ("fp32", "bf16")),
         ("--main-params-dtype", args.main_params_dtype, ("fp32",)),
     )
-    remedy = "needs Transformer Engine, which is not installed"
-    return [
-        Problem(flag, value, f"{remedy}; {_alternatives(allowed)}")
-        for flag, value, allowed in without
-        if value not in allowed
-    ]
+    return _outside(known, reason)
+
+
+def some_of_the_optimizer_is_offloaded(
+    args: argparse.Namespace, config: MilesConfig
+) -> list[Problem]:
+    """Its part in host memory is a part."""
+    fraction = args.optimizer_offload_fraction
+    if not args.optimizer_cpu_offload or 0 < fraction <= 1:
+        return []
+    remedy = "must be > 0 and <= 1; without --optimizer-cpu-offload nothing is offloaded"
+    return [Problem("--optimizer-offload-fraction", fraction, remedy)]
 
 
 RULES: tuple[Rule, ...] = (
@@ -248,6 +268,8 @@ RULES: tuple[Rule, ...] = (
     load_balance_is_of_a_micro_batch,
     formats_are_ours,
     kernels_are_installed,
+    optimizer_state_is_stored,
+    some_of_the_optimizer_is_offloaded,
     *OFFLOAD_RULES,
 )
 
@@ -289,6 +311,17 @@ def _product_problem(
         f"{cluster.actor_num_gpus_per_node} = {ranks}"
     )
     return [Problem(", ".join(sizes), tuple(sizes.values()), remedy)]
+
+
+def _outside(
+    rows: Sequence[tuple[str, str | None, tuple[str | None, ...]]], reason: str
+) -> list[Problem]:
+    """A problem for each flag whose value is not among the allowed ones."""
+    return [
+        Problem(flag, value, f"{reason}; {_alternatives(allowed)}")
+        for flag, value, allowed in rows
+        if value not in allowed
+    ]
 
 
 def _alternatives(allowed: tuple[str | None, ...]) -> str:

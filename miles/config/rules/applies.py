@@ -228,6 +228,11 @@ APPLIES: tuple[Applies, ...] = (
     ),
     # Checkpoints, memory, weights, logging.
     Applies(
+        ("fsdp_cpu_backend",),
+        lambda c: c.fsdp.fsdp_cpu_offload,
+        "with --fsdp-cpu-offload",
+    ),
+    Applies(
         (
             "save_interval",
             "save_keep",

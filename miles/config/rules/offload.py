@@ -54,9 +54,20 @@ def streamed_state_is_saved_at_rest(config: MilesConfig, given: Given) -> list[P
     return [problem(config, "stream_optimizer_state_to_disk", "async_save", remedy=remedy)]
 
 
+def state_is_on_the_device(config: MilesConfig, given: Given) -> list[Problem]:
+    """With --fsdp-cpu-offload there is nothing to bring to a disk from the device."""
+    offload = config.offload
+    on_disk = offload.offload_train and offload.offload_train_target == "disk"
+    if not config.fsdp.fsdp_cpu_offload or not on_disk:
+        return []
+    remedy = "keeps the state in host memory always, and none on the device: leave one of them out"
+    return [problem(config, "fsdp_cpu_offload", "offload_train_target", remedy=remedy)]
+
+
 OFFLOAD_CHECKS: tuple[Check, ...] = (
     offload_needs_colocation,
     parameters_come_back_from_host_memory,
     streamed_state_is_fp32,
     streamed_state_is_saved_at_rest,
+    state_is_on_the_device,
 )

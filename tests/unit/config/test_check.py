@@ -153,6 +153,12 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
         (),
     ),
     (
+        offload.state_is_on_the_device,
+        "--fsdp-cpu-offload, --offload-train-target",
+        (*DISK, "--train-backend", "fsdp", "--fsdp-cpu-offload"),
+        (),
+    ),
+    (
         offload.streamed_state_is_saved_at_rest,
         "--stream-optimizer-state-to-disk, --async-save",
         (*STREAM, "--save", "s", "--async-save"),

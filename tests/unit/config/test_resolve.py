@@ -139,3 +139,14 @@ def test_a_last_step_that_is_smaller_is_said_with_the_sizes(resolved: Resolved) 
     assert "1 step of 5 samples, and a last one of 3" in message.text
     for flags in ((), ("--global-batch-size", "4"), ("--num-steps-per-rollout", "8")):
         assert notes(resolved(*flags)[0]) == []
+
+
+def test_that_sleep_frees_little_of_shards_in_host_memory_is_said(resolved: Resolved) -> None:
+    (message,) = notes(resolved("--fsdp-cpu-offload", "--colocate")[0])
+    assert "--fsdp-cpu-offload" in message.text
+    assert "--offload-train" in message.text
+    for flags in (("--colocate",), ("--fsdp-cpu-offload",)):
+        assert notes(resolved(*flags)[0]) == []
+    awake = resolved("--fsdp-cpu-offload", "--colocate", "--no-offload-train")[0]
+    assert notes(awake) == []
+    assert resolved("--fsdp-cpu-offload", "--colocate")[0].offload.offload_train is True

@@ -81,6 +81,13 @@ def test_state_that_is_on_the_host_always_does_not_move() -> None:
     assert total(there.gradients()) == Bytes(host=400)
 
 
+def test_an_optimizer_in_host_memory_is_there_awake_and_asleep() -> None:
+    half = replace(MEGATRON, optimizer_on_host=0.5, sleeps=True)
+    # Of (4 + 8) x 25 half; asleep all of it, and the parameters.
+    assert total(half.asleep()) == Bytes(host=150 + 150 + 200)
+    assert total(half.awake()) == Bytes(device=200 + 150, host=150 + 200 + 150)
+
+
 def test_each_rank_writes_its_part_of_a_checkpoint() -> None:
     assert FSDP.checkpoint_bytes(optimizer=True) == 1200
     # Two replicas hold the same.

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from miles.backends.fsdp_utils.actor import FSDPTrainRayActor
@@ -218,6 +219,39 @@ def train_with_naps(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> di
         "refused": refused,
         "kinds": sorted({name.rpartition(".")[2] for name in actor.ops.store.tensors()}),
     }
+
+
+def held_asleep(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
+    """What sleep takes off the device, and how many bytes of each kind of tensor are left."""
+    actor, _ = start(config, with_ref=config.algorithm.use_kl_loss)
+    actor.train(0, rollouts[0][actor.parallel.rank])
+    before = weights_of(actor)
+    actor.sleep()
+    ref, optimizer = actor.ops.ref, actor.ops.optimizer
+    assert ref is not None
+    kinds = {
+        "parameters": dict(actor.ops.model.module.named_parameters()),
+        "buffers": dict(actor.ops.model.module.named_buffers()),
+        "reference": dict(ref.module.named_parameters()),
+        "reference's buffers": dict(ref.module.named_buffers()),
+        "optimizer": optimizer.state_tensors(),
+    }
+    left = {
+        kind: [local_tensor(tensor).untyped_storage().nbytes() for tensor in tensors.values()]
+        for kind, tensors in kinds.items()
+    }
+    asleep = weights_of(actor)
+    actor.wake_up()
+    awake = weights_of(actor)
+    policies = [
+        group.offload_policy
+        for model in (actor.ops.model, ref)
+        for part in model.module.modules()
+        if isinstance(part, FSDPModule)
+        and (group := part._get_fsdp_state()._fsdp_param_group) is not None
+    ]
+    actor.shutdown()
+    return {"left": left, "weights": [before, asleep, awake], "policies": policies}
 
 
 def export(config: MilesConfig, directory: str, shard_bytes: int, limit: int | None) -> Weights:

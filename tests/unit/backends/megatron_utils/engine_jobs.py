@@ -161,6 +161,28 @@ def train_with_naps(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> di
     return {"steps": steps, "weights": weights, "held": held, "refused": refused, "same": same}
 
 
+def held_asleep(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
+    """The optimizer's main parameters and moments: elements of each, whether it is in host memory,
+    and how many bytes are left of it while the trainer sleeps; the weights around that."""
+    actor, _ = start(config)
+    actor.train(0, rollouts[0][actor.parallel.dp_rank])
+    optimizer = actor.ops.optimizer
+    on_device = optimizer.resident_tensors().keys()
+    # What has no kind behind its number is the model's own.
+    states = {n: t for n, t in optimizer.state_tensors().items() if n.count(".") == 2}
+    before = weights_of(actor)
+    actor.sleep()
+    found = [
+        (tensor.numel(), name not in on_device, tensor.untyped_storage().nbytes())
+        for name, tensor in states.items()
+    ]
+    asleep = weights_of(actor)
+    actor.wake_up()
+    awake = weights_of(actor)
+    actor.shutdown()
+    return {"states": found, "weights": [before, asleep, awake]}
+
+
 def weights_at_start(config: MilesConfig) -> Weights:
     """What the engines would get before the first step."""
     actor, _ = start(config)

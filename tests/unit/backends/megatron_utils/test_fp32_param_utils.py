@@ -30,6 +30,9 @@ LR = 1e-5
 """A step of Adam's, which is lost on a number of 1 in bf16, whose next one is 1.0078."""
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
+AWARE = "--use-precision-aware-optimizer"
+HOST = "--optimizer-cpu-offload --optimizer-offload-fraction 0.01"
+"""The first of the marked parameters alone: they come before the others."""
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +72,8 @@ def test_marked_parameters_reach_the_engines_in_the_checkpoints_bits(
 
 @pytest.mark.parametrize(
     "layout",
-    [" ".join(OVERLAP), "--use-precision-aware-optimizer", f"{TP2} {WHOLE}"],
-    ids=["sharded", "aware", "whole"],
+    [" ".join(OVERLAP), AWARE, f"{AWARE} {HOST}", f"{TP2} {WHOLE}"],
+    ids=["sharded", "aware", "host and device", "whole"],
 )
 def test_the_optimizer_moves_marked_parameters_by_less_than_bf16_can_tell(
     megatron_ranks: Ranks, model: Path, stored: dict[str, Tensor], layout: str

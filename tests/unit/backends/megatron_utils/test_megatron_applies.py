@@ -15,6 +15,7 @@ pytestmark = pytest.mark.megatron
 EXPERTS = "--num-experts 4"
 PP2 = "--pipeline-model-parallel-size 2"
 AWARE = "--use-precision-aware-optimizer"
+OFFLOAD = "--optimizer-cpu-offload"
 BALANCE = "--moe-router-load-balancing-type"
 
 
@@ -40,6 +41,11 @@ def refused(parser: Any, line: str, *, context: int = 1, **precision: bool) -> l
         ("--moe-ffn-hidden-size 8", EXPERTS),
         ("--exp-avg-dtype bf16", AWARE),
         ("--main-grads-dtype bf16", AWARE),
+        ("--overlap-cpu-optimizer-d2h-h2d", OFFLOAD),
+        ("--optimizer-offload-fraction 0.5", OFFLOAD),
+        ("--use-torch-optimizer-for-cpu-offload", OFFLOAD),
+        ("--no-pin-cpu-grads", OFFLOAD),
+        ("--no-pin-cpu-params", OFFLOAD),
         ("--fp8-recipe delayed", "--fp8-format e4m3"),
         ("--fp8-param-gather", "--fp8-format e4m3"),
         ("--fp4-param-gather", "--fp4-format e2m1"),

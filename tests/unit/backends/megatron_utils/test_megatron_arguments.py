@@ -233,6 +233,20 @@ def test_what_asks_for_how_things_are_anyway_passes(line: Line) -> None:
     assert set(flags.split()) <= set(config.megatron_argv)
 
 
+def test_the_optimizer_that_megatron_offloads_to_the_host_is_a_precision_aware_one(
+    line: Line,
+) -> None:
+    aware, flags = "--use-precision-aware-optimizer", ("--optimizer-cpu-offload",)
+    config, messages = read_config(line(*flags, "--optimizer-offload-fraction", "0.5"))
+    assert aware in config.megatron_argv
+    (said,) = [m for m in messages if m.text.startswith("--optimizer-cpu-offload")]
+    assert aware in said.text
+    assert said.level == logging.INFO
+    config, messages = read_config(line(*flags, aware))
+    assert config.megatron_argv.count(aware) == 1
+    assert [m for m in messages if m.text.startswith("--optimizer-cpu-offload")] == []
+
+
 def test_help_megatron_lists_its_groups_without_what_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -193,6 +193,23 @@ def test_a_dtype_that_our_adam_cannot_store_is_refused_when_flags_are_parsed(
         assert flags(parser, line) == expected, choice
 
 
+def test_an_adam_in_host_memory_stores_what_ours_does_and_some_of_the_parameters(
+    parser: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules.package, "has_transformer_engine", lambda: True)
+    line = f"{DENSE} --use-precision-aware-optimizer --optimizer-cpu-offload"
+    assert found(parser, f"{line} --exp-avg-dtype bf16") == []
+    ((flag, remedy),) = found(parser, f"{line} --exp-avg-sq-dtype fp8")
+    assert flag == "--exp-avg-sq-dtype"
+    assert "--optimizer-cpu-offload" in remedy
+    assert "use fp32 or bf16" in remedy
+    fraction = "--optimizer-offload-fraction"
+    for good in ("0.01", "1"):
+        assert found(parser, f"{line} {fraction} {good}") == []
+    for bad in ("0", "-0.5", "1.01", "nan"):
+        assert flags(parser, f"{line} {fraction} {bad}") == [fraction]
+
+
 def test_experts_are_chosen_by_their_scores_and_balanced_within_a_micro_batch(parser: Any) -> None:
     kind = "--moe-router-load-balancing-type"
     for passes in ("none", "aux_loss"):

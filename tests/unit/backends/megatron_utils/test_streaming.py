@@ -23,6 +23,7 @@ from tests.unit.backends.streaming_jobs import NUM_ROLLOUTS, STEPS, streaming
 
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+ON_HOST = "--optimizer-cpu-offload --use-precision-aware-optimizer"
 BF16 = {"fp32": False}
 FP16 = {"fp32": False, "fp16": True}
 
@@ -152,6 +153,7 @@ def test_moments_of_another_dtype_are_refused_unless_asked_for(
         pytest.param(OVERLAP, id="dp2, overlap", marks=pytest.mark.full),
         pytest.param(WHOLE, id="dp2, optimizer whole", marks=pytest.mark.full),
         pytest.param(TP2, id="tp2", marks=pytest.mark.full),
+        pytest.param(ON_HOST, id="dp2, masters in host memory", marks=pytest.mark.full),
     ],
 )
 def test_parameters_made_from_masters_are_those_that_were_dropped(
