@@ -33,7 +33,13 @@ from tests.ranks import Ranks
 from tests.unit.rollout.made_samples import made_groups
 
 OF_HOST_MEMORY = ("--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d")
-BACKENDS = ["fsdp", "fsdp-host", "megatron", "megatron-host", "megatron-tp2"]
+BACKENDS = [
+    "fsdp",
+    pytest.param("fsdp-host", marks=pytest.mark.full),
+    "megatron",
+    pytest.param("megatron-host", marks=pytest.mark.full),
+    "megatron-tp2",
+]
 """On two data-parallel ranks, the last on one whose tensors are split over two; ``host``: with
 what the backend can keep in host memory there."""
 REWARDS = [[1.0, 0.0, 0.5], [0.0, 1.0]]

@@ -206,6 +206,7 @@ def test_a_disk_that_fills_during_a_save_leaves_the_older_checkpoint(
         subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.full
 def test_a_save_that_was_asked_for_and_failed_is_made_by_the_run_that_resumes(
     run_train: Runner, base_flags: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -171,9 +171,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     assert exported_weights(tmp_path) == exported_weights(reference_run)
 
 
-@pytest.mark.parametrize(
-    "told_not_to", [None, pytest.param(True, marks=pytest.mark.full)], ids=["", "skipping"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("told_not_to", [None, True], ids=["", "skipping"])
 def test_a_run_that_resumes_where_an_evaluation_is_due_evaluates_once_before_it_trains(
     run_train: Runner,
     flags: dict[str, Any],

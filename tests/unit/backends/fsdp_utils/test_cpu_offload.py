@@ -33,9 +33,9 @@ def offloaded(config: MilesConfig) -> MilesConfig:
     "groups",
     [
         {"algorithm": REFERENCE, "fsdp": {"gradient_checkpointing": True}},
-        {"precision": {"fp32": False}},
-        {"precision": {"fp32": False, "fp16": True}},
-        {"algorithm": {"reset_optimizer_states": True}},
+        pytest.param({"precision": {"fp32": False}}, marks=pytest.mark.full),
+        pytest.param({"precision": {"fp32": False, "fp16": True}}, marks=pytest.mark.full),
+        pytest.param({"algorithm": {"reset_optimizer_states": True}}, marks=pytest.mark.full),
     ],
     ids=["fp32, recomputed, moving reference", "bf16", "fp16", "moments reset"],
 )
@@ -48,6 +48,7 @@ def test_a_run_with_its_shards_in_host_memory_equals_one_without_bit_for_bit(
     assert two_ranks.run_well(train_rollouts, offloaded(config), rollouts) == plain
 
 
+@pytest.mark.full
 def test_ranks_that_hold_nothing_of_a_parameter_train_alike(
     two_ranks: Ranks, narrow_qwen3: Path
 ) -> None:
@@ -83,6 +84,7 @@ def test_sleep_leaves_alone_what_the_host_holds(two_ranks: Ranks, tiny_qwen3: Pa
         assert before == asleep == awake
 
 
+@pytest.mark.full
 def test_naps_change_nothing(two_ranks: Ranks, tiny_qwen3: Path) -> None:
     config = offloaded(make_config(tiny_qwen3, algorithm=KL))
     rollouts = make_rollouts(config, 2)
@@ -95,6 +97,7 @@ def test_naps_change_nothing(two_ranks: Ranks, tiny_qwen3: Path) -> None:
         assert napped["weights"] == plain["weights"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("first", [False, True], ids=["into host memory", "out of host memory"])
 def test_a_checkpoint_goes_on_with_its_shards_in_another_place(
     two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path, first: bool

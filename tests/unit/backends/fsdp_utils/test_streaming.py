@@ -40,7 +40,14 @@ def test_twenty_steps_equal_those_of_resident_state_bit_for_bit(
         assert "exp_avg" not in found["kinds"]
 
 
-@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (True, False),
+        pytest.param(False, True, marks=pytest.mark.full),
+        pytest.param(True, True, marks=pytest.mark.full),
+    ],
+)
 def test_a_run_resumes_with_streaming_on_or_off(
     two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path, first: bool, second: bool
 ) -> None:
@@ -59,6 +66,7 @@ def test_a_run_resumes_with_streaming_on_or_off(
         assert part["weights"] == whole["weights"]
 
 
+@pytest.mark.full
 def test_a_streamed_run_resumes_on_another_number_of_ranks(
     two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
 ) -> None:
@@ -74,6 +82,7 @@ def test_a_streamed_run_resumes_on_another_number_of_ranks(
     assert answers[0] == answers[1]
 
 
+@pytest.mark.full
 def test_moments_of_another_dtype_are_refused_unless_asked_for(
     two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
 ) -> None:

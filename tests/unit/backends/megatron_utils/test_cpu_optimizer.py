@@ -97,6 +97,7 @@ def test_sleep_leaves_alone_what_the_host_holds(
     assert before == asleep == awake
 
 
+@pytest.mark.full
 def test_naps_change_nothing(megatron_ranks: Ranks, tiny_qwen3: Path) -> None:
     config = make_config(tiny_qwen3, HALF, optimizer=SCHEDULE, algorithm=REFERENCE, **BF16)
     rollouts = make_rollouts(config, 2, 2)
@@ -125,9 +126,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(
     ("first", "second", "groups"),
     [
         pytest.param(HALF, HALF, BF16, id="bf16"),
-        pytest.param(ON, HALF, {}, id="fp32, another fraction"),
-        pytest.param("", HALF, BF16, id="bf16, into host memory"),
-        pytest.param(HALF, "", {}, id="fp32, out of host memory"),
+        pytest.param(ON, HALF, {}, id="fp32, another fraction", marks=pytest.mark.full),
+        pytest.param("", HALF, BF16, id="bf16, into host memory", marks=pytest.mark.full),
+        pytest.param(HALF, "", {}, id="fp32, out of host memory", marks=pytest.mark.full),
         pytest.param(ON, "", BF16, id="bf16, out of host memory", marks=pytest.mark.full),
         pytest.param("", ON, {}, id="fp32, into host memory", marks=pytest.mark.full),
         pytest.param(
@@ -161,6 +162,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
             assert new[key] == whole[key], key
 
 
+@pytest.mark.full
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(
     megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
 ) -> None:

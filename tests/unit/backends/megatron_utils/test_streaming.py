@@ -65,6 +65,7 @@ def test_twenty_steps_equal_those_of_resident_state_bit_for_bit(
         assert all(one["same"])
 
 
+@pytest.mark.full
 def test_experts_stream_like_everything_else(
     megatron_ranks: Ranks, tiny_qwen3_moe: Path, tmp_path: Path
 ) -> None:
@@ -82,7 +83,11 @@ def test_experts_stream_like_everything_else(
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(True, True), pytest.param(True, False), pytest.param(False, True, marks=pytest.mark.full)],
+    [
+        (True, False),
+        pytest.param(True, True, marks=pytest.mark.full),
+        pytest.param(False, True, marks=pytest.mark.full),
+    ],
 )
 def test_a_run_resumes_with_streaming_on_or_off(
     megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path, first: bool, second: bool
@@ -103,6 +108,7 @@ def test_a_run_resumes_with_streaming_on_or_off(
         assert part["weights"] == whole["weights"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout", [pytest.param("", id="dp1"), pytest.param(TP2, id="tp2", marks=pytest.mark.full)]
 )
@@ -128,6 +134,7 @@ def test_a_streamed_run_resumes_in_another_layout(
     assert answers[0]["weights"] == answers[1]["weights"]
 
 
+@pytest.mark.full
 def test_moments_of_another_dtype_are_refused_unless_asked_for(
     megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
 ) -> None:
