@@ -1,7 +1,8 @@
 """What the tests of this folder run on trainer ranks, beside the jobs of the CPU tests."""
 
 import gc
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
@@ -14,6 +15,17 @@ from miles.contracts.types import TrainBatch
 from miles.core import device
 from miles.ray.train.actor_factory import BACKENDS
 from tests.unit.backends.fsdp_utils.jobs import start, weights_of
+
+Place = Literal["host", "disk", "streamed"]
+"""Where the state lies asleep, or its optimizer's part always."""
+
+
+def offload_to(where: Place, directory: Path) -> dict[str, Any]:
+    """Fields of ``OffloadConfig``."""
+    if where == "host":
+        return {}
+    fields = {"offload_train_target": "disk", "offload_train_disk_dir": str(directory)}
+    return {**fields, "stream_optimizer_state_to_disk": where == "streamed"}
 
 
 def memory_of_a_step(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:

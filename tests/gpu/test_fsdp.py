@@ -14,7 +14,13 @@ from tests.contract.test_trainer_contract import make_config as make_contract_co
 from tests.contract.trainer_lives import first_life, second_life
 from tests.engine_process import running_engine
 from tests.gpu.conftest import DeviceRanks
-from tests.gpu.jobs import memory_after_a_step, memory_around_sleep, memory_of_a_step
+from tests.gpu.jobs import (
+    Place,
+    memory_after_a_step,
+    memory_around_sleep,
+    memory_of_a_step,
+    offload_to,
+)
 from tests.unit.backends.fsdp_utils.jobs import (
     from_bytes,
     load_and_report,
@@ -118,13 +124,15 @@ def test_a_packed_row_costs_no_memory_that_grows_with_its_square(
         assert answer["bytes"] < (2 * half) ** 2
 
 
+@pytest.mark.parametrize("where", ["host", "disk", "streamed"])
 def test_sleep_gives_the_memory_back_and_waking_up_restores_every_bit(
-    device_ranks: DeviceRanks, tmp_path: Path
+    device_ranks: DeviceRanks, tmp_path: Path, where: Place
 ) -> None:
     model = make_qwen3(tmp_path / "model", hidden_size=512, intermediate_size=2048, num_layers=4)
-    config = make_config(model)
+    plain = make_config(model)
+    config = make_config(model, offload=offload_to(where, tmp_path / "disk"))
     rollouts = make_rollouts(config, 2, device_ranks.size)
-    undisturbed = device_ranks.run(train_rollouts, config, rollouts)
+    undisturbed = device_ranks.run(train_rollouts, plain, rollouts)
     for answer, plain in zip(
         device_ranks.run(memory_around_sleep, config, rollouts), undisturbed, strict=True
     ):

@@ -14,7 +14,7 @@ from tests.contract.test_trainer_contract import make_config as make_contract_co
 from tests.contract.trainer_lives import first_life, second_life
 from tests.engine_process import running_engine
 from tests.gpu.conftest import LayoutRanks
-from tests.gpu.jobs import memory_around_sleep
+from tests.gpu.jobs import Place, memory_around_sleep, offload_to
 from tests.gpu.megatron_jobs import memory_of_a_step
 from tests.unit.backends.fsdp_utils.jobs import from_bytes, make_groups, make_rollouts
 from tests.unit.backends.fsdp_utils.test_actor import (
@@ -135,14 +135,21 @@ def test_a_packed_row_costs_no_memory_that_grows_with_its_square(
 
 
 @layouts([ONE, Layout(dp=2), Layout(tp=2, sequence_parallel=True)])
-@pytest.mark.parametrize("fp32", [False, True], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("fp32", "where"),
+    [(False, "host"), (True, "host"), (False, "disk"), (False, "streamed")],
+    ids=["bf16", "fp32", "bf16, disk", "bf16, streamed"],
+)
 def test_sleep_gives_the_memory_back_and_waking_up_restores_every_bit(
-    layout_ranks: LayoutRanks, tmp_path: Path, layout: Layout, fp32: bool
+    layout_ranks: LayoutRanks, tmp_path: Path, layout: Layout, fp32: bool, where: Place
 ) -> None:
     model = make_qwen3(tmp_path / "model", hidden_size=512, intermediate_size=2048, num_layers=4)
-    config = make_config(model, *layout.argv, precision={"fp32": fp32}, **layout.groups)
+    groups = {"precision": {"fp32": fp32}, **layout.groups}
+    plain = make_config(model, *layout.argv, **groups)
+    offload = offload_to(where, tmp_path / "disk")
+    config = make_config(model, *layout.argv, offload=offload, **groups)
     rollouts = make_rollouts(config, 2, layout.dp)
-    undisturbed = layout_ranks.run(layout, train_rollouts, config, rollouts)
+    undisturbed = layout_ranks.run(layout, train_rollouts, plain, rollouts)
     slept = layout_ranks.run(layout, memory_around_sleep, config, rollouts)
     for answer, other in zip(slept, undisturbed, strict=True):
         assert answer["unchanged"]

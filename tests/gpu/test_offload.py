@@ -1,0 +1,52 @@
+"""Streamed optimizer state on an accelerator, and what host and device hold over many sleeps."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from miles.backends.training_utils.offload_backing import Backing, DiskBacking, HostBacking
+from miles.backends.training_utils.offload_store import OffloadStore
+from miles.core import device
+from tests.unit.backends.training_utils.test_streamed_optimizer import check_twenty_steps
+
+pytestmark = pytest.mark.gpu
+CHUNK = 16 << 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_twenty_streamed_steps_are_those_of_adamw_bit_for_bit(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    check_twenty_steps(tmp_path, dtype, device.device_type())
+
+
+@pytest.mark.parametrize("target", ["cpu", "disk"])
+def test_cycles_restore_every_bit_and_hold_no_more_memory_each_time(
+    tmp_path: Path, target: str
+) -> None:
+    where = device.current_device()
+    tensors = {str(n): torch.rand(11 << 20, device=where) for n in range(5)}
+    expected = {name: tensor.cpu() for name, tensor in tensors.items()}
+    backing: Backing = HostBacking() if target == "cpu" else DiskBacking(str(tmp_path), CHUNK)
+    store = OffloadStore(backing, weights=lambda: tensors)
+    before = device.memory_stats().allocated_bytes
+    resident: list[int] = []
+    for _ in range(4):
+        store.sleep()
+        assert device.memory_stats().allocated_bytes <= before - 5 * (44 << 20)
+        read = store.read("3", tensors["3"])
+        assert torch.equal(read.cpu(), expected["3"])
+        del read
+        store.wake_up()
+        assert device.memory_stats().allocated_bytes == before
+        resident.append(_resident_bytes())
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor.cpu(), expected[name])
+    assert resident[3] - resident[1] < 8 << 20
+    store.close()
+
+
+def _resident_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * 4096
