@@ -72,10 +72,7 @@ class StateBytes:
             lines += self._optimizer()
         return _present(lines)
 
-    def gradients(self, *, whole: int | None = None) -> list[Line]:
-        """``whole``: elements of gradients that are not sharded yet, in fp32."""
-        if whole is not None:
-            return [line("gradients", device=4 * whole)]
+    def gradients(self) -> list[Line]:
         return [self._held("gradients", self.gradient_bytes * self.parameters)]
 
     def buckets(self) -> list[Line]:

@@ -97,9 +97,8 @@ def _fsdp_moments(job: Job) -> list[Moment]:
     # The root keeps its parameters gathered between the passes; an untied embedding is not its.
     root = compute * (model.others + (model.head or model.embedding))
     layer = compute * model.largest_layer
-    # Without communication between micro-batches gradients add up whole, in fp32.
-    adds_up = job.batch.micro_batches > 1
-    so_far = held.gradients(whole=model.num_parameters) if adds_up else []
+    # Of the micro-batches before this one.
+    so_far = held.gradients() if job.batch.micro_batches > 1 else []
     kept, working = _activations(job, model.layers)
     final = int(activations.final_bytes(model, job.axes) * job.batch.tokens)
     reduced = FP32 * model.largest_layer + layer
@@ -128,7 +127,7 @@ def _fsdp_moments(job: Job) -> list[Moment]:
             name="end of the backward pass",
             lines=[
                 *held.awake(),
-                *(so_far or held.gradients()),
+                *held.gradients(),
                 line("gathered parameters", device=root + layer),
                 line("gradients not reduced yet", device=root + reduced),
             ],

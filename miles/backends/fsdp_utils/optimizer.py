@@ -107,16 +107,19 @@ class Optimizer:
     ) -> StepStats:
         """Take one step on the sum of the losses of ``batches`` over all ranks; collective.
 
-        Gradients of micro-batches accumulate on each rank and are reduced with the last one. When
-        the global gradient norm is not finite, weights and moments stay as they are on every rank
-        alike; the schedule moves on, so that the learning rate depends on the position in the run
-        alone.
+        The gradients of every micro-batch are reduced to shards, which accumulate in the dtype of
+        the stored parameters: whole ones would take 4 bytes for every parameter of the model on
+        each rank. Replicas (--dp-replicate-size) add up theirs after the last one.
+
+        When the global gradient norm is not finite, weights and moments stay as they are on every
+        rank alike; the schedule moves on, so that the learning rate depends on the position in the
+        run alone.
         """
         self.adam.zero_grad(set_to_none=True)
         totals: dict[str, Tensor] = {}
         for position, batch in enumerate(batches):
             last = position == len(batches) - 1
-            self._model.module.set_requires_gradient_sync(last)
+            self._model.module.set_requires_all_reduce(last)
             self._model.module.set_is_last_backward(last)
             stats = forward(batch)
             output = loss(batch, stats)

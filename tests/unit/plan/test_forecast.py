@@ -100,8 +100,8 @@ def test_the_fullest_moment_of_fsdp_is_the_last_layers_backward_pass(model: Path
     assert components(phase) == {
         "parameters": 4 * PARAMETERS // 4,
         "moments": 8 * PARAMETERS // 4,
-        # Eight micro-batches add up before they are shared out.
-        "gradients": 4 * PARAMETERS,
+        # Of the micro-batches before; each is shared out.
+        "gradients": 4 * PARAMETERS // 4,
         "activations": (KEPT + 1024) * TOKENS,
         "gathered parameters": 2 * ROOT + 2 * 2 * LAYER,
         "gradients not reduced yet": 2 * ROOT + (4 + 2) * LAYER,
@@ -109,7 +109,7 @@ def test_the_fullest_moment_of_fsdp_is_the_last_layers_backward_pass(model: Path
     assert components(phase, "host") == {"copies for sleep": 12 * PARAMETERS // 4}
 
 
-def test_a_step_of_one_micro_batch_has_no_whole_gradients(model: Path) -> None:
+def test_the_first_micro_batch_of_a_step_finds_no_gradients(model: Path) -> None:
     (phase,) = of(fsdp(model, "--colocate", "--global-batch-size", "4"), "train")
     assert "gradients" not in components(phase)
 

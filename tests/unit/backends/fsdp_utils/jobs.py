@@ -420,3 +420,29 @@ def stored_dtypes(config: MilesConfig) -> set[str]:
         str(t.dtype) for n, t in actor.ops.optimizer.state_tensors().items() if "exp_avg" in n
     }
     return parameters | moments
+
+
+def gradients_between_micro_batches(
+    config: MilesConfig, rollouts: list[list[TrainBatch]]
+) -> dict[str, Any]:
+    """Elements of every parameter's gradient when each micro-batch of a step begins (0: none), and
+    of its shard."""
+    actor, _ = start(config)
+    optimizer = actor.ops.optimizer
+    shard = rollouts[0][actor.parallel.rank]
+    batches = build_micro_batches(shard, packed=True, device=device.current_device())[0]
+    held: list[list[int]] = []
+
+    def forward(batch: MicroBatch) -> TokenStats:
+        gradients = [parameter.grad for parameter in optimizer.names.values()]
+        held.append([0 if g is None else local_tensor(g).numel() for g in gradients])
+        options = HeadOptions(temperature=1.0, chunk_size=-1)
+        return actor.ops.model.token_stats(batch, options, with_entropy=False)
+
+    def loss(batch: MicroBatch, stats: TokenStats) -> LossOutput:
+        return LossOutput(loss=stats.log_probs_R.sum(), sums={})
+
+    optimizer.step(batches, loss, forward)
+    shards = [local_tensor(parameter).numel() for parameter in optimizer.names.values()]
+    actor.shutdown()
+    return {"held": held, "shards": shards}

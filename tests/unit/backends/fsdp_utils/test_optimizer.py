@@ -9,6 +9,7 @@ from miles.backends.fsdp_utils.optimizer import LossScale
 from tests.ranks import Ranks
 from tests.unit.backends.fsdp_utils.jobs import (
     from_bytes,
+    gradients_between_micro_batches,
     make_config,
     make_rollouts,
     reference_over_rollouts,
@@ -157,3 +158,16 @@ def test_without_fp16_there_is_no_loss_scale() -> None:
     scale = LossScale(enabled=False)
     scale.update(overflow=True)
     assert scale.value == 1.0
+
+
+def test_between_micro_batches_a_rank_holds_its_shard_of_the_gradients_and_no_more(
+    two_ranks: Ranks, tiny_qwen3: Path
+) -> None:
+    config = make_config(tiny_qwen3, data={"max_tokens_per_gpu": 20})
+    for answer in two_ranks.run_well(
+        gradients_between_micro_batches, config, make_rollouts(config, 1)
+    ):
+        first, *others = answer["held"]
+        assert set(first) == {0}
+        assert others
+        assert all(held == answer["shards"] for held in others)
