@@ -91,6 +91,12 @@ def empty_cache() -> None:
         torch.accelerator.empty_cache()
 
 
+def empty_host_cache() -> None:
+    """Give pinned host memory that is not used any more back to the system."""
+    if has_accelerator():
+        torch._C._host_emptyCache()  # pyright: ignore[reportPrivateUsage]
+
+
 def collect_shared() -> None:
     """Free device memory that other processes have mapped and let go."""
     if device_type() == "cuda":

@@ -97,8 +97,12 @@ class DirectFile:
 
 def aligned_buffer(num_bytes: int) -> Tensor:
     """uint8 host memory that direct I/O and, if there is an accelerator, its copies can use."""
-    pinned = device.has_accelerator()
-    raw = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
+    if device.has_accelerator():
+        # Of whole pages. PyTorch rounds the size up to a power of two: not one byte more, then.
+        pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        if pinned.data_ptr() % ALIGNMENT == 0:
+            return pinned
+    raw = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, pin_memory=device.has_accelerator())
     start = -raw.data_ptr() % ALIGNMENT
     return raw[start : start + num_bytes]
 

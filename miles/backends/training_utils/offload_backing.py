@@ -60,45 +60,89 @@ class Backing(Protocol):
         ...
 
 
+@dataclass
+class _Group:
+    """Parts that were saved together first, one behind the other in slabs of equal size."""
+
+    places: dict[str, tuple[int, int]]
+    """Offset and size by key."""
+    slabs: list[Tensor]
+
+
 class HostBacking:
     """Host memory, pinned with an accelerator and kept from cycle to cycle: pinning costs half a
-    second a GiB."""
+    second a GiB. It comes in slabs, since PyTorch rounds pinned sizes up to powers of two."""
 
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+    def __init__(self, slab_bytes: int = 256 << 20) -> None:
+        self._slab_bytes = slab_bytes
+        self._groups: list[_Group] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Held."""
+        return sum(slab.numel() for group in self._groups for slab in group.slabs)
 
     def save(self, parts: Sequence[Part]) -> None:
+        self._make_room(parts)
         for part in parts:
-            self._buffer(part).copy_(part.device_bytes(), non_blocking=True)
+            for held, outside in self._pieces(part, 0, part.device_bytes()):
+                held.copy_(outside, non_blocking=True)
         device.synchronize()
 
     def load(self, parts: Sequence[Part]) -> None:
         for part in parts:
-            part.device_bytes().copy_(self._buffers[part.key], non_blocking=True)
+            for held, outside in self._pieces(part, 0, part.device_bytes()):
+                outside.copy_(held, non_blocking=True)
         device.synchronize()
         if not device.has_accelerator():
             # Nothing was pinned: there is nothing to gain by holding it.
             self.forget(parts)
 
     def read(self, part: Part, start: int, target: Tensor) -> None:
-        # The buffer stays as it is until the device, in its order, comes to the next sleep.
-        saved = self._buffers[part.key][start : start + target.numel()]
-        target.copy_(saved, non_blocking=True)
+        # The slabs stay as they are until the device, in its order, comes to the next sleep.
+        for held, outside in self._pieces(part, start, target):
+            outside.copy_(held, non_blocking=True)
 
     def forget(self, parts: Sequence[Part]) -> None:
         for part in parts:
-            self._buffers.pop(part.key, None)
+            for group in self._groups:
+                group.places.pop(part.key, None)
+        kept = [group for group in self._groups if group.places]
+        if len(kept) < len(self._groups):
+            self._groups = kept
+            device.empty_host_cache()
 
     def close(self) -> None:
-        self._buffers.clear()
+        self._groups.clear()
+        device.empty_host_cache()
 
-    def _buffer(self, part: Part) -> Tensor:
-        held = self._buffers.get(part.key)
-        if held is None or held.numel() != part.num_bytes:
-            pinned = device.has_accelerator()
-            held = torch.empty(part.num_bytes, dtype=torch.uint8, pin_memory=pinned)
-            self._buffers[part.key] = held
-        return held
+    def _make_room(self, parts: Sequence[Part]) -> None:
+        held = {key: size for group in self._groups for key, (_, size) in group.places.items()}
+        new = [part for part in parts if held.get(part.key) != part.num_bytes]
+        if not new:
+            return
+        self.forget(new)
+        places: dict[str, tuple[int, int]] = {}
+        end = 0
+        for part in new:
+            places[part.key] = (end, part.num_bytes)
+            end += -(-part.num_bytes // _PLACE_ALIGNMENT) * _PLACE_ALIGNMENT
+        pinned = device.has_accelerator()
+        slabs = [
+            torch.empty(min(self._slab_bytes, end - start), dtype=torch.uint8, pin_memory=pinned)
+            for start in range(0, end, self._slab_bytes)
+        ]
+        self._groups.append(_Group(places, slabs))
+
+    def _pieces(self, part: Part, start: int, outside: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """What is held from byte ``start`` of the part on, beside the bytes of ``outside``."""
+        group = next(group for group in self._groups if part.key in group.places)
+        position, done = group.places[part.key][0] + start, 0
+        while done < outside.numel():
+            slab, at = divmod(position + done, self._slab_bytes)
+            count = min(outside.numel() - done, self._slab_bytes - at)
+            yield group.slabs[slab][at : at + count], outside[done : done + count]
+            done += count
 
 
 @dataclass

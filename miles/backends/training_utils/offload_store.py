@@ -149,7 +149,11 @@ class OffloadStore:
             address = local.untyped_storage().data_ptr()
             if address in weights:
                 entries[name] = _Entry(local, weights[address], address not in derived)
-        self._save_and_free({k: part for k, part in weights.items() if k not in derived})
+        kept = {k: part for k, part in weights.items() if k not in derived}
+        # Apart from the rest: the memory of a copy that is not made again can be given back then.
+        rebuildable = _storages(self._derived()).keys()
+        self._save_and_free({k: part for k, part in kept.items() if k not in rebuildable})
+        self._save_and_free({k: part for k, part in kept.items() if k in rebuildable})
         self._backing.forget(list(derived.values()))
         self._free(derived)
         self._entries, self._must_rebuild = entries, bool(derived)

@@ -19,9 +19,13 @@ CHUNK = 8192
 
 @pytest.fixture(params=["cpu", "disk"])
 def backing(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Backing]:
-    made = HostBacking() if request.param == "cpu" else DiskBacking(str(tmp_path), CHUNK)
+    made = HostBacking(slab_bytes=24) if request.param == "cpu" else disk(tmp_path)
     yield made
     made.close()
+
+
+def disk(folder: Path) -> DiskBacking:
+    return DiskBacking(str(folder), CHUNK)
 
 
 def storage_bytes(*tensors: Tensor) -> list[int]:
@@ -140,6 +144,25 @@ def test_what_can_be_rebuilt_is_kept_only_until_an_update_had_it(backing: Backin
     store.wake_up()
     assert weights.tolist() == [5, 6, 7, 8]
     assert bias.tolist() == [1, 1]
+
+
+def test_memory_of_a_copy_that_is_not_made_again_is_given_back() -> None:
+    masters, weights, bias = torch.arange(400.0), torch.arange(400).bfloat16(), torch.ones(3)
+    backing = HostBacking(slab_bytes=1000)
+    store = OffloadStore(
+        backing,
+        weights=always(b=bias, w=weights),
+        others=always(m=masters),
+        derived=always(w=weights),
+        rebuild=lambda: None,
+    )
+    # 1600 bytes of masters, 12 of the bias on 64, 800 of weights on 832.
+    store.sleep()
+    assert backing.num_bytes == 1600 + 64 + 832
+    store.wake_up()
+    store.sleep(keep_weights=True)
+    store.sleep()
+    assert backing.num_bytes == 1600 + 64
 
 
 @pytest.mark.parametrize("sizes", [[1], [CHUNK], [3 * CHUNK + 5, 1, 4096, 17, CHUNK - 1]])
