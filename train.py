@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "its last checkpoint, if it saved one (--save, --save-interval)",
             file=sys.stderr,
         )
+        if "miles.ray.cluster" in sys.modules:
+            sys.modules["miles.ray.cluster"].leave(130)
         return 130
 
 

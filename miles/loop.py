@@ -67,7 +67,10 @@ class Job:
                 yield job
                 await job._finish()
             finally:
-                await job._take_down()
+                if cluster.is_lost():
+                    cluster.abandon()
+                else:
+                    await job._take_down()
         finally:
             cluster.stop()
 

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ WORKING_DIR = "MILES_WORKING_DIR"
 """Environment variable of the workers: where the driver is."""
 
 CONNECT_TIMEOUT_S = 10.0
+LOSS_SEEN_WITHIN_S = 0.5
+"""After a signal to all processes of a run, Ray's head does not listen any more by then."""
 
 log = logging.get(__name__)
 
@@ -56,6 +59,37 @@ def start() -> None:
 def is_own() -> bool:
     """Whether the cluster is one that this run starts on this machine: no other machine joins."""
     return _address() == "local"
+
+
+def is_lost(within_s: float = LOSS_SEEN_WITHIN_S) -> bool:
+    """Whether a cluster that this run started has lost its head, or loses it now, as by a signal
+    that went to all processes of the run: what is asked of Ray then has no answer for a minute."""
+    if not is_own() or not ray.is_initialized():
+        return False
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+        except OSError:
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.05)
+
+
+def abandon() -> None:
+    """End every process that a lost cluster has left here, without Ray. The process should end
+    with ``leave``: Ray's own end would wait for its head."""
+    _end(set(psutil.Process().children(recursive=True)))
+
+
+def leave(status: int) -> None:
+    """End this process at once if its cluster is lost; return otherwise."""
+    if is_lost(0):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _address() -> str:
@@ -142,5 +176,6 @@ def enter_working_dir() -> None:
 
 
 def stop() -> None:
-    """Disconnect, and end the cluster when this run started it."""
-    ray.shutdown()
+    """Disconnect, and end the cluster when this run started it and it is not lost."""
+    if not is_lost(0):
+        ray.shutdown()

@@ -141,6 +141,21 @@ def test_an_interrupt_while_ray_starts_for_this_run_alone_ends_it_too(
 
 
 @pytest.mark.full
+def test_a_signal_that_reaches_rays_own_processes_too_ends_the_run_at_once(
+    run_in: Start, flags: dict[str, Any], tmp_path: Path
+) -> None:
+    """As ``timeout`` sends it, or the end of a batch job: Ray's head does not outlive it."""
+    process = run_in(flags, tmp_path, without=("RAY_ADDRESS",))
+    wait_until(lambda: completed(tmp_path / "run") >= 2, process)
+    begin = time.monotonic()
+    output = interrupt(process, tmp_path, signal.SIGTERM)
+    assert time.monotonic() - begin < 40
+    assert "interrupted" in output
+    assert "Failed to connect to GCS" not in output
+    assert check_load(str(tmp_path / "ckpt"), "fsdp") == []
+
+
+@pytest.mark.full
 def test_an_interrupt_during_a_save_leaves_the_older_checkpoint_from_which_a_run_goes_on(
     run_in: Start, run_train: Runner, flags: dict[str, Any], tmp_path: Path
 ) -> None:
