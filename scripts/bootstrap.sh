@@ -4,6 +4,8 @@ set -euo pipefail
 venv=$1
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
+# Else pip takes what an earlier build has left in this folder (miles.egg-info) for installed.
+export PYTHONSAFEPATH=1
 
 is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; }
 
