@@ -211,8 +211,11 @@ def test_work_that_fails_by_itself_is_not_repeated(
 
 
 def supervisor_of(engines: EngineGroup, config: MilesConfig) -> EngineSupervisor:
+    async def make_room() -> None:
+        """No trainer holds a device here."""
+
     return EngineSupervisor(
-        engines, None, config.rollout, make_room=never, heal=never, connect=never
+        engines, None, config.rollout, make_room=make_room, heal=never, connect=never
     )
 
 
