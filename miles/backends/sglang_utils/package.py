@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import os
 
 from miles.config.errors import Problem
 from miles.config.root import MilesConfig
@@ -39,7 +40,9 @@ def choose_engine(config: MilesConfig) -> tuple[str, str]:
     if not is_installed():
         return "embedded", "sglang is not installed"
     if not has_accelerator():
-        return "embedded", "there is no accelerator"
+        elsewhere = "; --rollout-engine sglang if the machines of RAY_ADDRESS have some"
+        hint = elsewhere if os.environ.get("RAY_ADDRESS") else ""
+        return "embedded", f"there is no accelerator on this machine{hint}"
     return "sglang", "there are an accelerator and the sglang package"
 
 

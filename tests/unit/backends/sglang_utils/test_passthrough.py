@@ -97,7 +97,7 @@ def test_an_engine_chosen_for_a_reason_says_it_when_it_refuses(
 ) -> None:
     machine(monkeypatch, sglang=True, accelerator=False)
     (found,) = check(job("auto"), frozenset(), flags("--sglang-enable-metrics")).problems
-    assert "--rollout-engine auto is here (there is no accelerator)" in found.remedy
+    assert "--rollout-engine auto is here (there is no accelerator" in found.remedy
 
 
 def test_flags_for_a_router_that_runs_already_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,18 @@ def test_an_engine_that_is_named_is_taken(engine: str) -> None:
     assert package.choose_engine(job(engine))[0] == engine
 
 
+def test_a_driver_without_an_accelerator_says_that_its_cluster_may_have_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine(monkeypatch)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert "RAY_ADDRESS" not in package.choose_engine(job("auto"))[1]
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    engine, why = package.choose_engine(job("auto"))
+    assert engine == "embedded"
+    assert "--rollout-engine sglang if the machines of RAY_ADDRESS have some" in why
+
+
 def only(problems: list[Problem]) -> Problem:
     (found,) = problems
     return found
