@@ -1,7 +1,7 @@
 """Sleep, wake-up and streamed steps beside what the copy engine and the disk give in the same run.
 
     python benchmarks/offload.py --shape qwen3-4b --disk-dir /scratch   # one accelerator
-    python benchmarks/offload.py --shape tiny                           # anywhere, the same code
+    python benchmarks/offload.py --shape small --sequence-length 64     # anywhere, the same code
 
 Every case is one trainer process: it trains a step, then sleeps and wakes (the first cycle, which
 pins memory or makes files, is a row of its own), then trains on. Ceilings: one large pinned copy

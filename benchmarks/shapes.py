@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from miles.core import device
 
-ShapeName = Literal["tiny", "qwen3-0.6b", "qwen3-4b"]
+ShapeName = Literal["tiny", "small", "qwen3-0.6b", "qwen3-4b"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Shape:
 
 SHAPES: dict[ShapeName, Shape] = {
     "tiny": Shape(64, 128, 2, 4, 2, 16, 256),
+    "small": Shape(512, 1536, 12, 8, 4, 64, 32_768),
     "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, 128, 151_936),
     "qwen3-4b": Shape(2560, 9728, 36, 32, 8, 128, 151_936),
 }

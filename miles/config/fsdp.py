@@ -16,6 +16,13 @@ class FsdpConfig:
     gradient_checkpointing: Annotated[bool, Doc("Recompute activations in the backward pass.")] = (
         False
     )
+    accumulate_sharded_gradients: Annotated[
+        bool,
+        Doc(
+            "Reduce the gradients of every micro-batch to this rank's shards, instead of adding "
+            "whole ones up (4 bytes a parameter of the model) and reducing once a step."
+        ),
+    ] = False
     keep_fp32_master: Annotated[
         bool, Doc("Keep master weights in fp32; off: weights in the checkpoint's dtype.")
     ] = True

@@ -97,6 +97,8 @@ class Numbers:
     master: int = 0
     moments: int = 8
     distributed_optimizer: bool = True
+    sharded_gradients: bool = False
+    """--accumulate-sharded-gradients."""
     reference: bool = False
     entropy: bool = False
     entropy_gradient: bool = False

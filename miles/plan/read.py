@@ -188,6 +188,7 @@ def _fsdp_numbers(config: MilesConfig, model: Model) -> Numbers:
         parameter=stored,
         gradient=stored,
         moments=2 * stored,
+        sharded_gradients=config.fsdp.accumulate_sharded_gradients,
         reference=needs_reference(config),
         **_loss(config),
     )

@@ -114,6 +114,15 @@ def _smaller_chunks(job: Job) -> list[_Option]:
     return options
 
 
+def _sharded_gradients(job: Job) -> list[_Option]:
+    numbers, layout = job.numbers, job.layout
+    if layout.backend != "fsdp" or numbers.sharded_gradients or job.batch.micro_batches == 1:
+        return []
+    changed = replace(job, numbers=replace(numbers, sharded_gradients=True))
+    cost = "a reduction of gradients for every micro-batch"
+    return [_Option("--accumulate-sharded-gradients", cost, changed)]
+
+
 def _recompute(job: Job) -> list[_Option]:
     if job.recompute.method == "uniform":
         return []
@@ -288,6 +297,7 @@ OPTIONS: tuple[Callable[[Job], list[_Option]], ...] = (
     _fewer_tokens,
     _smaller_chunks,
     _sequence_parallel,
+    _sharded_gradients,
     _recompute,
     _smaller_cache,
     _more_cache_tokens,

@@ -97,8 +97,10 @@ def _fsdp_moments(job: Job) -> list[Moment]:
     # The root keeps its parameters gathered between the passes; an untied embedding is not its.
     root = compute * (model.others + (model.head or model.embedding))
     layer = compute * model.largest_layer
-    # Of the micro-batches before this one.
-    so_far = held.gradients() if job.batch.micro_batches > 1 else []
+    # Of the micro-batches before this one; reduced at the end, they are whole and fp32 till then.
+    whole = [line("gradients", device=FP32 * model.num_parameters)]
+    gradients = held.gradients() if job.numbers.sharded_gradients else whole
+    so_far = gradients if job.batch.micro_batches > 1 else []
     kept, working = _activations(job, model.layers)
     final = int(activations.final_bytes(model, job.axes) * job.batch.tokens)
     reduced = FP32 * model.largest_layer + layer
@@ -127,7 +129,7 @@ def _fsdp_moments(job: Job) -> list[Moment]:
             name="end of the backward pass",
             lines=[
                 *held.awake(),
-                *held.gradients(),
+                *(so_far or held.gradients()),
                 line("gathered parameters", device=root + layer),
                 line("gradients not reduced yet", device=root + reduced),
             ],

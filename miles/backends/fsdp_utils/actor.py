@@ -24,7 +24,6 @@ from miles.backends.training_utils.offload_store import (
     local_tensor,
     make_backing,
 )
-from miles.config.derived import total_optimizer_steps
 from miles.config.root import MilesConfig
 from miles.contracts.engine import EngineSet
 from miles.contracts.parallel import ParallelState
@@ -60,13 +59,7 @@ class FSDPPolicyOps:
             frozen = replace(options.precision, frozen=True)
             self.ref = load_model(path, mesh, replace(options, precision=frozen))
             self.ref.fuse_head = self.model.fuse_head
-        self.optimizer = Optimizer(
-            self.model,
-            config.optimizer,
-            self.parallel,
-            total_optimizer_steps(config),
-            config.offload,
-        )
+        self.optimizer = Optimizer(self.model, config, self.parallel)
         supervised = config.algorithm.loss_type == "sft_loss"
         self._options = HeadOptions(
             # The temperature belongs to sampling; supervised data was not sampled.

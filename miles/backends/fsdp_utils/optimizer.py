@@ -16,8 +16,9 @@ from miles.backends.training_utils import optimizer_state
 from miles.backends.training_utils.offload_store import local_tensor
 from miles.backends.training_utils.schedule import learning_rate_at
 from miles.backends.training_utils.streamed_optimizer import AdamShard, StreamedAdam
+from miles.config.derived import total_optimizer_steps
 from miles.config.offload import OffloadConfig
-from miles.config.optimizer import OptimizerConfig
+from miles.config.root import MilesConfig
 from miles.contracts.parallel import ParallelState
 from miles.contracts.types import LossFn, MicroBatch, StepStats, TokenStats
 from miles.core import device
@@ -62,40 +63,35 @@ class _StreamedAdamW(AdamW):
 class Optimizer:
     """One step at a time: accumulate, reduce, clip, update."""
 
-    def __init__(
-        self,
-        model: ShardedModel,
-        config: OptimizerConfig,
-        parallel: ParallelState,
-        total_steps: int,
-        offload: OffloadConfig,
-    ) -> None:
-        """Raises ``OffloadError`` where ``offload`` wants the moments on a disk that has no room.
+    def __init__(self, model: ShardedModel, config: MilesConfig, parallel: ParallelState) -> None:
+        """Raises ``OffloadError`` where the moments are to lie on a disk that has no room.
 
         The master weights are the parameters themselves, which every forward pass needs: they stay.
         """
+        options, total_steps = config.optimizer, total_optimizer_steps(config)
         self._model = model
-        self._clip = config.clip_grad
+        self._clip = options.clip_grad
+        self._shards_gradients = config.fsdp.accumulate_sharded_gradients
         self._parallel = parallel
         self._fused = device.supports_fused_optimizer()
         self.names: dict[str, Tensor] = dict(model.module.named_parameters())
         # A rate of 1 that the schedule multiplies: the product is exactly what the schedule says.
-        streams = offload.stream_optimizer_state_to_disk
+        streams = config.offload.stream_optimizer_state_to_disk
         self.adam = (_StreamedAdamW if streams else AdamW)(
             self.names.values(),
             lr=1.0,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
-            weight_decay=config.weight_decay,
+            betas=(options.adam_beta1, options.adam_beta2),
+            eps=options.adam_eps,
+            weight_decay=options.weight_decay,
             fused=self._fused,
         )
         self.schedule = LambdaLR(
-            self.adam, lambda step: learning_rate_at(step, config, total_steps)
+            self.adam, lambda step: learning_rate_at(step, options, total_steps)
         )
         self.scale = LossScale(model.precision.scales_loss)
         self._streamed: StreamedAdam | None = None
         if isinstance(self.adam, _StreamedAdamW):
-            self._streamed = self._stream_from(offload)
+            self._streamed = self._stream_from(config.offload)
             self.adam.update = self._update_streamed
         self._initialise_state()
 
@@ -107,9 +103,9 @@ class Optimizer:
     ) -> StepStats:
         """Take one step on the sum of the losses of ``batches`` over all ranks; collective.
 
-        The gradients of every micro-batch are reduced to shards, which accumulate in the dtype of
-        the stored parameters: whole ones would take 4 bytes for every parameter of the model on
-        each rank. Replicas (--dp-replicate-size) add up theirs after the last one.
+        Gradients of micro-batches accumulate on each rank and are reduced with the last one, or,
+        under --accumulate-sharded-gradients, are reduced one by one to shards, which accumulate in
+        the dtype of the stored parameters; replicas (--dp-replicate-size) add up theirs at the end.
 
         When the global gradient norm is not finite, weights and moments stay as they are on every
         rank alike; the schedule moves on, so that the learning rate depends on the position in the
@@ -119,6 +115,7 @@ class Optimizer:
         totals: dict[str, Tensor] = {}
         for position, batch in enumerate(batches):
             last = position == len(batches) - 1
+            self._model.module.set_requires_gradient_sync(last or self._shards_gradients)
             self._model.module.set_requires_all_reduce(last)
             self._model.module.set_is_last_backward(last)
             stats = forward(batch)

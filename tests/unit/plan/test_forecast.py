@@ -100,13 +100,18 @@ def test_the_fullest_moment_of_fsdp_is_the_last_layers_backward_pass(model: Path
     assert components(phase) == {
         "parameters": 4 * PARAMETERS // 4,
         "moments": 8 * PARAMETERS // 4,
-        # Of the micro-batches before; each is shared out.
-        "gradients": 4 * PARAMETERS // 4,
+        # Eight micro-batches add up before they are shared out.
+        "gradients": 4 * PARAMETERS,
         "activations": (KEPT + 1024) * TOKENS,
         "gathered parameters": 2 * ROOT + 2 * 2 * LAYER,
         "gradients not reduced yet": 2 * ROOT + (4 + 2) * LAYER,
     }
     assert components(phase, "host") == {"copies for sleep": 12 * PARAMETERS // 4}
+
+
+def test_gradients_that_accumulate_as_shards_are_a_ranks_share(model: Path) -> None:
+    (phase,) = of(fsdp(model, "--colocate", "--accumulate-sharded-gradients"), "train")
+    assert components(phase)["gradients"] == 4 * PARAMETERS // 4
 
 
 def test_the_first_micro_batch_of_a_step_finds_no_gradients(model: Path) -> None:

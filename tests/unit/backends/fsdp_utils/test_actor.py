@@ -130,17 +130,19 @@ def test_one_rank_trains_like_one_plain_process(
 
 @pytest.mark.full
 def test_hybrid_sharding_trains_like_one_plain_process(tiny_qwen3: Path, plain: Any) -> None:
-    config = make_config(
-        tiny_qwen3,
-        algorithm=SUPERVISED,
-        optimizer=OPTIMIZER,
-        fsdp={"dp_replicate_size": 2},
-    )
+    """However gradients accumulate. Six samples on four ranks: fillers take part in the last
+    step."""
     ranks = Ranks(4)
     try:
-        # Six samples on four ranks: fillers take part in the last step.
-        rollouts = make_rollouts(config, NUM_ROLLOUTS, dp_size=4)
-        for result in ranks.run_well(train_rollouts, config, rollouts):
-            assert_like_plain(result, plain)
+        for sharded in (False, True):
+            config = make_config(
+                tiny_qwen3,
+                algorithm=SUPERVISED,
+                optimizer=OPTIMIZER,
+                fsdp={"dp_replicate_size": 2, "accumulate_sharded_gradients": sharded},
+            )
+            rollouts = make_rollouts(config, NUM_ROLLOUTS, dp_size=4)
+            for result in ranks.run_well(train_rollouts, config, rollouts):
+                assert_like_plain(result, plain)
     finally:
         ranks.close()

@@ -160,14 +160,20 @@ def test_without_fp16_there_is_no_loss_scale() -> None:
     assert scale.value == 1.0
 
 
-def test_between_micro_batches_a_rank_holds_its_shard_of_the_gradients_and_no_more(
+def test_between_micro_batches_a_rank_may_hold_its_shard_of_the_gradients_and_no_more(
     two_ranks: Ranks, tiny_qwen3: Path
 ) -> None:
-    config = make_config(tiny_qwen3, data={"max_tokens_per_gpu": 20})
-    for answer in two_ranks.run_well(
-        gradients_between_micro_batches, config, make_rollouts(config, 1)
-    ):
+    data = {"max_tokens_per_gpu": 20}
+    config = make_config(tiny_qwen3, data=data, fsdp={"accumulate_sharded_gradients": True})
+    rollouts = make_rollouts(config, 2)
+    for answer in two_ranks.run_well(gradients_between_micro_batches, config, rollouts):
         first, *others = answer["held"]
         assert set(first) == {0}
         assert others
         assert all(held == answer["shards"] for held in others)
+    whole = two_ranks.run_well(train_rollouts, make_config(tiny_qwen3, data=data), rollouts)
+    sharded = two_ranks.run_well(train_rollouts, config, rollouts)
+    for one, other in zip(sharded, whole, strict=True):
+        for step, expected in zip(one["steps"], other["steps"], strict=True):
+            assert step.loss == pytest.approx(expected.loss, abs=1e-6)
+            assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
