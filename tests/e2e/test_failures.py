@@ -181,6 +181,7 @@ def test_a_failure_in_evaluation_keeps_the_metrics_of_the_rollout_before_it(
     assert "train/grad_norm" in rows[1]
 
 
+@pytest.mark.full
 def test_a_disk_that_fills_during_a_save_leaves_the_older_checkpoint(
     run_train: Runner, base_flags: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -37,7 +37,7 @@ def test_another_dtype_is_refused_with_the_flag_that_allows_it() -> None:
 
 
 def test_what_is_converted_and_what_moves_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="miles")
     own = described(NARROW, streamed=True)
     optimizer_state.check(STEP, {KEY: FP32, "iteration": 3}, own, convert=True)
     assert "moments are converted: saved in float32" in caplog.text
