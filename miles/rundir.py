@@ -9,6 +9,7 @@ from typing import Any
 
 from miles.backends.training_utils import checkpoints
 from miles.config.errors import ConfigError, Problem
+from miles.config.record import write_record
 from miles.config.root import MilesConfig
 from miles.core.tracking import (
     METRICS_FILE,
@@ -26,10 +27,9 @@ def make_run_dir(config: MilesConfig) -> Path:
     """
     default = Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
     run_dir = Path(config.observability.run_dir or default).resolve()
-    text = json.dumps(config.to_dict(), indent=2)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.json").write_text(text, encoding="utf-8")
+        write_record(run_dir, config)
     except OSError as error:
         problem = Problem("--run-dir", str(run_dir), f"cannot be written: {error}")
         raise ConfigError([problem]) from error
