@@ -11,7 +11,6 @@ with ``--replace``; the second draws the rewards and losses of both into
 ``runs/mcore-fsdp/comparison.png``.
 """
 
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from miles.core.tracking import METRICS_FILE
 from miles.report import draw_comparison
 from miles.utils.arguments import parse_args
-from miles.utils.external_utils.command_utils import FlagValue, run_train, to_argv
+from miles.utils.external_utils.command_utils import FlagValue, delete_run, run_train, to_argv
 from scripts import run_demo_cpu, run_smollm2_135m_cpu
 from scripts.run_demo_cpu import Backend, Demo
 from scripts.run_smollm2_135m_cpu import SmolLM2
@@ -111,7 +110,7 @@ def main(recipe: Comparison) -> int:
     parse_args(to_argv(given))
     if run_dir.exists():
         print(f"replacing the run that was there: {run_dir}", flush=True)
-        shutil.rmtree(run_dir)
+        delete_run(run_dir)
     run_train(given)
     picture = draw(folder)
     if picture is None:
