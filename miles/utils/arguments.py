@@ -21,6 +21,7 @@ from miles.backends.training_utils.checkpoints import (
     holds_steps,
     run_directory_of,
 )
+from miles.backends.training_utils.export_mark import check_save_hf
 from miles.config import record, rules
 from miles.config.command_line import CommandLine, Foreign, read_command_line, unknown_flag
 from miles.config.derived import needs_reference
@@ -326,6 +327,7 @@ OUTSIDE_CHECKS: tuple[Callable[[MilesConfig], list[Problem]], ...] = (
     check_recorded_rollouts,
     check_checkpoint,
     check_places,
+    check_save_hf,
     check_wandb,
     template_check.check_file,
     check_hooks,

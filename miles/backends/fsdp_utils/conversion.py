@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from miles.backends.fsdp_utils.checkpoint import BACKEND
 from miles.backends.fsdp_utils.weights import Weight, dtypes_by_key, match_weights
 from miles.backends.training_utils import checkpoints
-from miles.backends.training_utils.hf_export import check_target, export_hf
+from miles.backends.training_utils.hf_export import check_export_target, export_hf
 from miles.backends.training_utils.hf_files import checkpoint_dtypes
 from miles.config.errors import ConfigError, Problem
 from miles.contracts.types import NamedTensor
@@ -28,7 +28,7 @@ def fsdp_to_hf(load: str, hf_checkpoint: str, save: str) -> None:
     weights. Raises ``ConfigError`` or ``CheckpointDirError``.
     """
     hf.check_directory(hf_checkpoint)
-    check_target(save, hf_checkpoint)
+    check_export_target(save, hf_checkpoint)
     step = checkpoints.resolve_load(load, announce=False)
     if step is None:
         raise ConfigError([Problem("--load", load, "holds no checkpoint")])

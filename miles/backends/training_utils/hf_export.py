@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from miles.backends.training_utils import export_mark
 from miles.backends.training_utils.safetensors_file import Described, SafetensorsFile
 from miles.config.errors import ConfigError, Problem
 from miles.contracts.types import NamedTensor
@@ -32,8 +33,8 @@ def export_hf(
     """Write a directory that transformers loads; collective (rank 0 writes).
 
     Everything of ``source`` but its weights is copied. The directory appears under its name only
-    when it is complete, and replaces an older export, but no directory of another kind. Raises on
-    every rank when writing fails.
+    when it is complete, and replaces an older export, but nothing that was not written here. Raises
+    on every rank when writing fails.
     """
     final = Path(directory)
     staging = final.with_name(final.name + ".tmp")
@@ -74,6 +75,14 @@ def check_target(save: str, source: str) -> None:
         raise ConfigError([Problem("--save", save, reason)])
 
 
+def check_export_target(save: str, source: str) -> None:
+    """``check_target``, and that an export may replace what is there."""
+    check_target(save, source)
+    reason = export_mark.reason_against_replacing(save)
+    if reason is not None:
+        raise ConfigError([Problem("--save", save, reason)])
+
+
 class _ShardWriter:
     """Groups tensors into files whose number is known beforehand, as their names need. Tensors come
     in the order in which they were announced, and are written as they come."""
@@ -98,7 +107,7 @@ class _ShardWriter:
             self._finish_file()
             self._current = number
             path = self._folder / self._file_name(number)
-            self._open = SafetensorsFile(path, self._files[number])
+            self._open = SafetensorsFile(path, self._files[number], export_mark.METADATA)
         self._open.write(item.name, item.tensor)
 
     def close(self) -> None:
@@ -128,9 +137,9 @@ class _ShardWriter:
 
 
 def _check_replaceable(final: Path) -> None:
-    other = final.is_dir() and any(final.iterdir()) and not (final / "config.json").is_file()
-    if other:
-        raise FileExistsError(f"{final} is not empty and no Hugging Face directory: not replaced")
+    reason = export_mark.reason_against_replacing(final)
+    if reason is not None:
+        raise FileExistsError(f"{final} {reason}")
 
 
 def _copy_side_files(source: Path, staging: Path, dtypes: set[torch.dtype]) -> None:

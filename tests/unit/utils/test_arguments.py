@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -411,6 +412,18 @@ def test_a_run_whose_records_lie_beside_its_checkpoints_still_goes_on(
     checkpoints.prepare_staging(folder, 1, [])
     checkpoints.publish(folder, 1, {"backend": "fsdp", "config": {}})
     read_config([*valid, "--load", str(folder), "--save", str(folder)])
+
+
+@pytest.mark.parametrize("name", ["other", "other-{rollout_id}"])
+def test_an_export_is_not_to_replace_a_model_that_no_run_wrote(
+    valid: list[str], model: Path, tmp_path: Path, name: str
+) -> None:
+    argv = [*valid, "--save", str(tmp_path / "ckpt"), "--save-hf", str(tmp_path / name)]
+    read_config(argv)
+    other = tmp_path / name.format(rollout_id=1)
+    shutil.copytree(model, other)
+    with pytest.raises(ConfigError, match=f"--save-hf = .*{name}.*no export of this program"):
+        read_config(argv)
 
 
 def test_wandb_without_a_login_is_a_problem(
