@@ -48,6 +48,22 @@ def exports_replace_only_exports(config: MilesConfig, given: Given) -> list[Prob
     ][:1]
 
 
+def exports_leave_checkpoints_their_names(config: MilesConfig, given: Given) -> list[Problem]:
+    """Within --save, what begins with ``iter_`` or ``release`` is a checkpoint: exports there would
+    be loaded, replaced and pruned as such."""
+    save, target = config.checkpoint.save, config.checkpoint.save_hf
+    if save is None or target is None:
+        return []
+    within = os.path.relpath(os.path.abspath(target), os.path.abspath(save))
+    if not within.startswith(("iter_", "release")):
+        return []
+    remedy = (
+        "names there that begin with iter_ or release are those of checkpoints; give exports "
+        f"another, such as {os.path.join(save, 'hf_{rollout_id}')}"
+    )
+    return [problem(config, "save_hf", "save", remedy=remedy)]
+
+
 def reference_is_not_overwritten(config: MilesConfig, given: Given) -> list[Problem]:
     """The run writes its checkpoints elsewhere than where its reference lies."""
     reference, save = config.algorithm.ref_load, config.checkpoint.save
@@ -63,5 +79,6 @@ def reference_is_not_overwritten(config: MilesConfig, given: Given) -> list[Prob
 PLACE_CHECKS: tuple[Check, ...] = (
     run_directory_is_its_own,
     exports_replace_only_exports,
+    exports_leave_checkpoints_their_names,
     reference_is_not_overwritten,
 )

@@ -388,6 +388,18 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
         (),
     ),
     (
+        places.exports_leave_checkpoints_their_names,
+        "--save-hf, --save",
+        ("--save", "x", "--save-hf", "./x/iter_{rollout_id:07d}"),
+        (),
+    ),
+    (
+        places.exports_leave_checkpoints_their_names,
+        "--save-hf, --save",
+        ("--save", "x", "--save-hf", "x/release/hf"),
+        (),
+    ),
+    (
         places.reference_is_not_overwritten,
         "--ref-load, --save",
         ("--save", "runs/a", "--ref-load", "runs/b/../a", "--use-kl-loss"),
@@ -466,6 +478,7 @@ def test_every_rule_has_a_case() -> None:
         ("--save", "s", "--save-interval", "1", "--save-trigger-sentinel", "f", "--save-keep", "1"),
         ("--save", "s", "--save-hf", "hf/{rollout_id}", "--async-save", "--no-save-optim"),
         ("--save", "runs/a", "--load", "runs/a", "--save-hf", "runs/a/hf"),
+        ("--save", "runs/a", "--save-hf", "runs/b/iter_{rollout_id:07d}"),
         ("--run-dir", "runs/a", "--save", "runs/a/checkpoints", "--load", "runs/a/checkpoints"),
         ("--deterministic-rollout", "--fp32"),
         ("--start-rollout-id", "1"),
