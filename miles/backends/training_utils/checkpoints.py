@@ -229,6 +229,14 @@ def verify(step: Path) -> dict[str, Any]:
     return metadata
 
 
+def damaged(step: Path, file: Path) -> str:
+    """What to tell of a file of ``step`` that cannot be read though its size is right."""
+    return (
+        f"step {read_metadata(step)['iteration']}: {file} is damaged or missing; restore it, or "
+        f"write another step into {step.parent / TRACKER}"
+    )
+
+
 def recover(save: str | Path) -> None:
     """Clear up after a crash: remove half-written steps, put back one that was being replaced."""
     for entry in sorted(Path(save).glob("*")):

@@ -46,13 +46,17 @@ def export_hf(
             _copy_side_files(Path(source), staging, {weight.dtype for weight in weights})
     except OSError as caught:
         error = caught
-    for item in stream:
-        # After a failure the stream is still drained: the other ranks gather with this one.
-        if writer is not None and error is None:
-            try:
-                writer.add(item)
-            except OSError as caught:
-                error = caught
+    try:
+        for item in stream:
+            # After a failure the stream is still drained: the other ranks gather with this one.
+            if writer is not None and error is None:
+                try:
+                    writer.add(item)
+                except OSError as caught:
+                    error = caught
+    except BaseException:
+        _clear_away(writer, staging)
+        raise
     if writer is not None and error is None:
         try:
             writer.close()
@@ -60,10 +64,15 @@ def export_hf(
         except OSError as caught:
             error = caught
     if error is not None:
-        if writer is not None:
-            writer.abandon()
-        shutil.rmtree(staging, ignore_errors=True)
+        _clear_away(writer, staging)
     distributed.raise_together(error, f"export to {directory}")
+
+
+def _clear_away(writer: "_ShardWriter | None", staging: Path) -> None:
+    """What a failed export has written so far; ``None`` on ranks that write nothing."""
+    if writer is not None:
+        writer.abandon()
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def check_target(save: str, source: str) -> None:
