@@ -1,13 +1,13 @@
 """Synchronous training: generate, train, save, sync weights, evaluate; again."""
 
 import asyncio
-import signal
 import sys
 from collections.abc import Sequence
 
 from miles.config.errors import ConfigError
 from miles.config.root import MilesConfig
 from miles.core import owned
+from miles.core.console import RunConsole, until_output_closes
 from miles.utils.arguments import parse_args
 
 
@@ -30,7 +30,7 @@ def run(config: MilesConfig) -> int:
 
     done = completed_rollouts(config)
     if done is not None:
-        print(f"nothing left to run: {done} rollouts are done")
+        RunConsole(done).say(f"nothing left to run: {done} rollouts are done")
         return 0
     from miles.ray.errors import JobError
 
@@ -43,7 +43,7 @@ def run(config: MilesConfig) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    owned.interrupt_on_sigterm()
     owned.end_with_owner()
     try:
         return run(parse_args(argv))
@@ -59,4 +59,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_output_closes(main))

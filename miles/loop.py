@@ -13,7 +13,7 @@ from miles.backends.training_utils import checkpoints
 from miles.config.derived import needs_engines
 from miles.config.root import MilesConfig
 from miles.core.console import RunConsole
-from miles.core.tracking import Tracker
+from miles.core.tracking import MetricsError, Tracker
 from miles.ray import cluster
 from miles.ray.errors import JobError, gather
 from miles.ray.memory import Memory, Phase, Resident, TakeTurns
@@ -27,7 +27,13 @@ from miles.ray.rollout.service import RolloutService
 from miles.ray.rollout.supervision import EngineSupervisor
 from miles.ray.train.group import TrainGroup
 from miles.report import draw_reward, summarize
-from miles.rundir import make_run_dir, make_tracker, with_wandb_run, write_samples
+from miles.rundir import (
+    LOGS_FOLDER,
+    hold_directories,
+    make_tracker,
+    with_wandb_run,
+    write_samples,
+)
 
 STOP_TIMEOUT_S = 30.0
 
@@ -58,21 +64,21 @@ class Job:
     async def start(cls, config: MilesConfig) -> AsyncGenerator["Job"]:
         """Bring every process up; on the way out, however that comes, take them all down."""
         config = with_wandb_run(config)
-        run_dir = make_run_dir(config)
-        try:
-            cluster.start()
-            job = cls(config, run_dir)
+        with hold_directories(config) as run_dir:
             try:
-                await job._bring_up()
-                yield job
-                await job._finish()
+                cluster.start()
+                job = cls(config, run_dir)
+                try:
+                    await job._bring_up()
+                    yield job
+                    await job._finish()
+                finally:
+                    if cluster.is_lost():
+                        cluster.abandon()
+                    else:
+                        await job._take_down()
             finally:
-                if cluster.is_lost():
-                    cluster.abandon()
-                else:
-                    await job._take_down()
-        finally:
-            cluster.stop()
+                cluster.stop()
 
     def rollout_ids(self) -> Iterator[int]:
         """The rollouts still to run in this process."""
@@ -179,7 +185,7 @@ class Job:
             config = with_num_rollout(config, await self._rollout.start())
             self.config = config
             self.console = RunConsole(config.data.num_rollout or 0)
-            logs = self.run_dir / "logs"
+            logs = self.run_dir / LOGS_FOLDER
             if launches:
                 self._use_engines(EngineGroup(config, layout, placement, logs), logs)
             elif with_engines:
@@ -266,8 +272,12 @@ class Job:
         """The run is complete: everything durable, the picture drawn."""
         if self._trainer is not None:
             await self._shut_trainer_down(self._trainer)
-        picture = draw_reward(self.run_dir)
-        summarize(self.run_dir, self.console)
+        try:
+            picture = draw_reward(self.run_dir)
+            summarize(self.run_dir, self.console)
+        except MetricsError as error:
+            self.console.say(f"no summary and no reward curve: {error}")
+            return
         if picture is not None:
             self.console.say(f"reward curve: {picture}")
 

@@ -5,13 +5,15 @@ Several directories are compared in one picture.
 
 import argparse
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from miles.core.console import RunConsole
-from miles.core.tracking import METRICS_FILE, read_metrics
+from miles.core.tracking import METRICS_FILE, MetricsError, read_metrics
 
+PICTURE_FILE = "reward.png"
 REWARD = "rollout/raw_reward"
 LOSS = "train/loss"
 SMOOTHING_WINDOW = 10
@@ -63,7 +65,7 @@ def draw_reward(run_dir: Path, title: str | None = None) -> Path | None:
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
     figure.tight_layout()
-    path = run_dir / "reward.png"
+    path = run_dir / PICTURE_FILE
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return path
@@ -128,16 +130,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     for run_dir in arguments.run_dirs:
         if not (run_dir / METRICS_FILE).is_file():
             parser.error(f"{run_dir} has no {METRICS_FILE}: give the --run-dir of a run")
+    try:
+        _report(arguments.run_dirs, arguments.picture)
+    except MetricsError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _report(run_dirs: Sequence[Path], comparison: Path) -> None:
     console = RunConsole(0)
-    for run_dir in arguments.run_dirs:
-        if len(arguments.run_dirs) > 1:
+    for run_dir in run_dirs:
+        if len(run_dirs) > 1:
             console.say(str(run_dir))
         summarize(run_dir, console)
-    if len(arguments.run_dirs) > 1:
-        runs = {str(run_dir): run_dir for run_dir in arguments.run_dirs}
-        picture = draw_comparison(runs, arguments.picture)
+    if len(run_dirs) > 1:
+        picture = draw_comparison({str(run_dir): run_dir for run_dir in run_dirs}, comparison)
     else:
-        (run_dir,) = arguments.run_dirs
+        (run_dir,) = run_dirs
         picture = draw_reward(run_dir)
     if picture is not None:
         console.say(f"picture: {picture}")

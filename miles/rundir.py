@@ -1,39 +1,123 @@
 """The run directory: config, metrics and samples of a run."""
 
+import itertools
 import json
+import os
 import uuid
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from miles.backends.training_utils import checkpoints
+from miles.config import record
 from miles.config.errors import ConfigError, Problem
 from miles.config.root import MilesConfig
+from miles.core import locks
+from miles.core.console import RunConsole
 from miles.core.tracking import (
     METRICS_FILE,
+    MetricsError,
     Tracker,
     TrackingError,
     WandbSettings,
     read_metrics,
 )
+from miles.report import PICTURE_FILE
+
+SAMPLES_FILE = "samples.txt"
+LOGS_FOLDER = "logs"
+
+RECORDS = (record.FILE, METRICS_FILE, SAMPLES_FILE, PICTURE_FILE, LOGS_FOLDER)
+"""What a run leaves in its run directory."""
 
 
-def make_run_dir(config: MilesConfig) -> Path:
-    """Create ``--run-dir`` (default ``runs/<time>``) and write the run's config there.
+@contextmanager
+def hold_directories(config: MilesConfig) -> Generator[Path]:
+    """The run directory (``--run-dir``, by default ``runs/<time>``), made and begun. It and
+    ``--save`` are this process's own until the end. Raises ``ConfigError``."""
+    with ExitStack() as stack:
+        run_dir = _make_run_dir(config.observability.run_dir)
+        _hold(stack, "--run-dir", run_dir)
+        save = config.checkpoint.save
+        if save is not None:
+            with _refusing("--save", save):
+                Path(save).mkdir(parents=True, exist_ok=True)
+            _hold(stack, "--save", Path(save))
+        begin_records(config, run_dir)
+        yield run_dir
 
-    Raises ``ConfigError``.
-    """
-    default = Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
-    run_dir = Path(config.observability.run_dir or default).resolve()
-    text = json.dumps(config.to_dict(), indent=2)
-    try:
+
+def begin_records(config: MilesConfig, run_dir: Path) -> None:
+    """Write the run's config. What an earlier run left there is set aside, unless this one goes on
+    behind its first rollout: curves of two runs in one file would be those of neither.
+
+    Raises ``ConfigError``."""
+    with _refusing("--run-dir", run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.json").write_text(text, encoding="utf-8")
-    except OSError as error:
-        problem = Problem("--run-dir", str(run_dir), f"cannot be written: {error}")
-        raise ConfigError([problem]) from error
+        if _is_used(run_dir) and _first_rollout_id(config) == 0:
+            aside = _set_aside(run_dir)
+            RunConsole(0).say(f"a fresh start: records of the earlier run are now in {aside}")
+        record.write_record(run_dir, config)
+
+
+def _make_run_dir(given: str | None) -> Path:
+    name = given or os.path.join("runs", datetime.now().strftime("%Y%m%d-%H%M%S"))
+    run_dir = Path(name).resolve()
+    with _refusing("--run-dir", run_dir):
+        if given is not None:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            return run_dir
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(2):
+            try:
+                run_dir.mkdir()
+                break
+            except FileExistsError:  # Another run began in this second.
+                run_dir = run_dir.with_name(f"{Path(name).name}-{number}")
     return run_dir
+
+
+def _hold(stack: ExitStack, flag: str, folder: Path) -> None:
+    try:
+        with _refusing(flag, folder):
+            stack.enter_context(locks.held(folder))
+    except locks.HeldError as error:
+        remedy = f"another run writes there ({error}); give another directory, or end that run"
+        raise ConfigError([Problem(flag, str(folder), remedy)]) from None
+
+
+@contextmanager
+def _refusing(flag: str, folder: str | Path) -> Generator[None]:
+    """Errors of the file system are about a flag."""
+    try:
+        yield
+    except OSError as error:
+        problem = Problem(flag, str(folder), f"cannot be written: {error}")
+        raise ConfigError([problem]) from error
+
+
+def _is_used(run_dir: Path) -> bool:
+    files = (run_dir / METRICS_FILE, run_dir / SAMPLES_FILE)
+    return any(file.is_file() and file.stat().st_size > 0 for file in files)
+
+
+def _first_rollout_id(config: MilesConfig) -> int:
+    given = config.data.start_rollout_id
+    return checkpoints.first_rollout_id(config.checkpoint.load) if given is None else given
+
+
+def _set_aside(run_dir: Path) -> Path:
+    """Move the records of a run into a directory of their own, of which they are the run."""
+    names = (f"earlier-{number}" for number in itertools.count(1))
+    aside = next(run_dir / name for name in names if not (run_dir / name).exists())
+    aside.mkdir()
+    for name in RECORDS:
+        if (run_dir / name).exists():
+            (run_dir / name).rename(aside / name)
+    return aside
 
 
 def completed_rollouts(config: MilesConfig) -> int | None:
@@ -56,8 +140,8 @@ def _is_evaluated(run_dir: str | None, step: int) -> bool:
         return False
     try:
         rows = read_metrics(Path(run_dir))
-    except ValueError:
-        return False  # The run was killed while it wrote there.
+    except MetricsError:
+        return False  # What is not on record is made up for.
     return any(k.startswith("eval/") for row in rows if row["step"] == step for k in row)
 
 
@@ -104,7 +188,7 @@ def make_tracker(config: MilesConfig, run_dir: Path) -> Tracker:
 
 def write_samples(run_dir: Path, rollout_id: int, samples: list[dict[str, Any]]) -> None:
     """Append a few samples of a rollout to ``samples.txt``, for reading."""
-    with (run_dir / "samples.txt").open("a", encoding="utf-8") as file:
+    with (run_dir / SAMPLES_FILE).open("a", encoding="utf-8") as file:
         file.write(f"=== rollout {rollout_id} ===\n")
         for sample in samples:
             for key, value in sample.items():

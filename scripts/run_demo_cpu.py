@@ -5,7 +5,6 @@ A supervised warm-up with our own loss, then GRPO through ``train.py``: two trai
 synced and checked after every rollout, a checkpoint on disk.
 """
 
-import shutil
 import statistics
 import sys
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from miles.core.tracking import read_metrics
-from miles.utils.external_utils.command_utils import FlagValue, run_train
+from miles.utils.external_utils.command_utils import FlagValue, delete_run, run_train
 from scripts import reverse_digits
 from scripts.made_models import make_qwen3
 
@@ -147,7 +146,7 @@ def main(demo: Demo) -> int:
     folder = demo.run_dir.resolve() / f"{prefix}seed-{demo.seed}"
     if folder.exists():
         print(f"replacing the demo that was there: {folder}", flush=True)
-        shutil.rmtree(folder)
+        delete_run(folder)
     print("1/2  supervised warm-up: the model sees some right answers", flush=True)
     model = warm_up(demo, folder)
     print("2/2  reinforcement learning: it samples, is scored, and learns from that", flush=True)

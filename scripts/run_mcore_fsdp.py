@@ -6,11 +6,11 @@ python scripts/run_mcore_fsdp.py --train-backend megatron
 ```
 
 Without ``--hf-checkpoint`` it is the demo's task on a CPU, from one warmed-up model that the first
-of the two makes. Each run goes to ``runs/mcore-fsdp/<backend>``; the second draws the rewards and
-losses of both into ``runs/mcore-fsdp/comparison.png``.
+of the two makes. Each run goes to ``runs/mcore-fsdp/<backend>``, in place of an earlier one only
+with ``--replace``; the second draws the rewards and losses of both into
+``runs/mcore-fsdp/comparison.png``.
 """
 
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from miles.core.tracking import METRICS_FILE
 from miles.report import draw_comparison
-from miles.utils.external_utils.command_utils import FlagValue, run_train
+from miles.utils.arguments import parse_args
+from miles.utils.external_utils.command_utils import FlagValue, delete_run, run_train, to_argv
 from scripts import run_demo_cpu, run_smollm2_135m_cpu
 from scripts.run_demo_cpu import Backend, Demo
 from scripts.run_smollm2_135m_cpu import SmolLM2
@@ -47,6 +48,8 @@ class Comparison:
     """Seed of data, sampling and training, and of the demo's model."""
     folder: Path = Path("runs/mcore-fsdp")
     """Both runs and their picture."""
+    replace: bool = False
+    """Delete what an earlier run with this backend left in the folder."""
 
 
 def flags(recipe: Comparison, start: Path, model: Path) -> dict[str, FlagValue]:
@@ -90,13 +93,25 @@ def draw(folder: Path) -> Path | None:
 
 def main(recipe: Comparison) -> int:
     folder = recipe.folder.resolve()
+    run_dir = folder / recipe.train_backend
+    if not recipe.replace and run_dir.is_dir() and any(run_dir.iterdir()):
+        print(
+            f"{run_dir} holds an earlier run: --replace deletes it, --folder keeps both",
+            file=sys.stderr,
+        )
+        return 2
     start = folder / f"start-seed-{recipe.seed}"
     model = recipe.hf_checkpoint
     if model is None:
         warm = start / "warm-model"
         model = warm if warm.is_dir() else run_demo_cpu.warm_up(demo_of(recipe), start)
-    shutil.rmtree(folder / recipe.train_backend, ignore_errors=True)
-    run_train(flags(recipe, start, model.resolve()))
+    given = flags(recipe, start, model.resolve())
+    # What train.py would refuse must not cost the earlier run.
+    parse_args(to_argv(given))
+    if run_dir.exists():
+        print(f"replacing the run that was there: {run_dir}", flush=True)
+        delete_run(run_dir)
+    run_train(given)
     picture = draw(folder)
     if picture is None:
         print("the same with the other --train-backend draws both in one picture")

@@ -52,7 +52,7 @@ class DataConfig:
         int | None,
         Doc(
             "Epochs over the prompts: the other way to say --num-rollout (rounded down to whole "
-            "rollouts; the prompts of one may span two epochs)."
+            "rollouts, but at least one; the prompts of one may span two epochs)."
         ),
     ] = None
     start_rollout_id: Annotated[

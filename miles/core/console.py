@@ -1,7 +1,12 @@
 """What a run shows on the terminal: a line for each rollout, phases while they run, a table."""
 
-from collections.abc import Generator, Mapping, Sequence
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NoReturn, override
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -22,11 +27,54 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 """Heading, metric, format of a rollout's line."""
 
 
+OUTPUT_CLOSED = 128 + signal.SIGPIPE
+"""Exit code of a program whose output nobody reads any more (``| head``), as a shell gives it to
+one that the signal ends."""
+
+
+def until_output_closes(program: Callable[[], int]) -> int:
+    """Run a program; its exit code, or without a word ``OUTPUT_CLOSED``."""
+    try:
+        try:
+            return program()
+        finally:
+            sys.stdout.flush()  # Python itself would complain when it ends.
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise  # It was a connection to another process.
+        _discard_output()
+        return OUTPUT_CLOSED
+
+
+def _reader_is_gone() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _discard_output() -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+
+
+class _PipedConsole(Console):
+    """rich's own ends with code 1, which is that of a failed run."""
+
+    @override
+    def on_broken_pipe(self) -> NoReturn:
+        self.quiet = True
+        _discard_output()
+        raise SystemExit(OUTPUT_CLOSED)
+
+
 class RunConsole:
-    """Prints to standard output; plain lines when it is not a terminal."""
+    """Prints to standard output; plain lines when it is not a terminal.
+
+    Where nobody reads them any more, the next one raises ``SystemExit``."""
 
     def __init__(self, num_rollout: int) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = _PipedConsole(highlight=False, soft_wrap=True)
         self._num_rollout = num_rollout
         self._width = len(str(num_rollout))
 

@@ -53,6 +53,20 @@ def end_with_owner() -> None:
         threading.Thread(target=_watch, args=(Owner(int(pid)),), daemon=True).start()
 
 
+def interrupt_on_sigterm() -> None:
+    """The first SIGTERM raises ``KeyboardInterrupt`` in the main thread; later ones do nothing:
+    ``timeout`` sends its own twice, and a second would cut short what the first began."""
+    received = False
+
+    def interrupt(number: int, frame: object) -> None:
+        nonlocal received
+        if not received:
+            received = True
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
 def _watch(owner: Owner) -> None:
     while owner.lives():
         time.sleep(WATCH_INTERVAL_S)

@@ -8,7 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from miles.core import logging
+
 METRICS_FILE = "metrics.jsonl"
+
+log = logging.get(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +31,10 @@ class WandbSettings:
 
 class TrackingError(RuntimeError):
     """Weights & Biases refuses the run. The message is its own."""
+
+
+class MetricsError(ValueError):
+    """A ``metrics.jsonl`` that cannot be read. The message names file and line."""
 
 
 class Tracker:
@@ -76,12 +84,29 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """One row for each step of a run's ``metrics.jsonl``, in order of steps.
 
     A step's metrics may come in several lines (before a save, after it, evaluation); of a name
-    that occurs again, as in a run that was resumed, the last value counts."""
+    that occurs again, as in a run that was resumed, the last value counts. What a killed run left
+    of its last line is left out, with a warning. Raises ``MetricsError``."""
+    path = run_dir / METRICS_FILE
     rows: dict[int, dict[str, Any]] = {}
-    for line in (run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    *lines, torn = path.read_bytes().split(b"\n")
+    if torn:
+        log.warning("%s: the last line was cut short and is left out", path)
+    for number, line in enumerate(lines, 1):
+        row = _read_row(line)
+        if row is None:
+            raise MetricsError(
+                f"{path}, line {number}, is no row of metrics ({line[:40]!r}): remove that line"
+            )
         rows.setdefault(row["step"], {}).update(row)
     return [rows[step] for step in sorted(rows)]
+
+
+def _read_row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def _drop_torn_line(path: Path) -> None:

@@ -8,14 +8,21 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from miles.backends.fsdp_utils import arguments as fsdp_arguments
 from miles.backends.megatron_utils import arguments as megatron_arguments
 from miles.backends.megatron_utils.namespace import add_miles_arguments
 from miles.backends.sglang_utils import arguments as sglang_arguments
 from miles.backends.sglang_utils import rules as sglang_rules
-from miles.backends.training_utils.checkpoints import check_load, first_rollout_id, holds_steps
-from miles.config import rules
+from miles.backends.training_utils.checkpoints import (
+    check_load,
+    first_rollout_id,
+    holds_steps,
+    run_directory_of,
+)
+from miles.backends.training_utils.export_mark import check_save_hf
+from miles.config import record, rules
 from miles.config.command_line import CommandLine, Foreign, read_command_line, unknown_flag
 from miles.config.derived import needs_reference
 from miles.config.errors import ConfigError, Problem
@@ -272,15 +279,25 @@ def check_places(config: MilesConfig) -> list[Problem]:
         reason = None if directory is None else places.reason_against(directory)
         if reason is not None:
             problems.append(problem(config, dest, remedy=reason))
-    save = config.checkpoint.save
-    if save is not None and os.path.isfile(os.path.join(save, "config.json")):
-        remedy = "is a Hugging Face directory, from which no run resumes; give one of its own"
-        problems.append(problem(config, "save", remedy=remedy))
+    reason = _kind_that_takes_no_checkpoints(config.checkpoint.save)
+    if reason is not None:
+        problems.append(problem(config, "save", remedy=f"{reason}; give a directory of its own"))
     sentinel = config.checkpoint.save_trigger_sentinel
     if sentinel is not None and os.path.isdir(sentinel):
         remedy = "is a directory; name a file, which need not exist"
         problems.append(problem(config, "save_trigger_sentinel", remedy=remedy))
     return problems
+
+
+def _kind_that_takes_no_checkpoints(save: str | None) -> str | None:
+    """What the directory is instead, where a run would not find its checkpoints again."""
+    if save is None or not os.path.isfile(os.path.join(save, record.FILE)):
+        return None
+    run = record.read_record(Path(save))
+    if run is None:
+        return "is a Hugging Face directory, from which no run resumes"
+    # Earlier versions let a run have one directory for both.
+    return None if holds_steps(save) else run_directory_of(run)
 
 
 def check_wandb(config: MilesConfig) -> list[Problem]:
@@ -310,6 +327,7 @@ OUTSIDE_CHECKS: tuple[Callable[[MilesConfig], list[Problem]], ...] = (
     check_recorded_rollouts,
     check_checkpoint,
     check_places,
+    check_save_hf,
     check_wandb,
     template_check.check_file,
     check_hooks,

@@ -80,3 +80,24 @@ def test_several_runs_are_compared_in_one_picture(
     shown = capsys.readouterr().out
     assert str(tmp_path / "one") in shown
     assert str(tmp_path / "two") in shown
+
+
+def test_a_broken_line_ends_the_report_with_its_place_instead_of_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1, "rollout/raw_\n{"step": 2, "rollout/raw_reward": 1.0}\n')
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path)])
+    assert ended.value.code == 2
+    assert f"{metrics}, line 1" in capsys.readouterr().err
+
+
+def test_a_run_that_was_killed_while_it_wrote_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path, [0.25, 0.25])
+    with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 3, "rollout/raw_rew')
+    main([str(tmp_path)])
+    assert "0.250" in capsys.readouterr().out

@@ -1,10 +1,12 @@
 """The run directory, and which run of Weights & Biases goes on."""
 
 import dataclasses
+import json
 import os
 import pickle
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,19 @@ import pytest
 from miles.backends.training_utils import checkpoints
 from miles.config.checkpoint import CheckpointConfig
 from miles.config.data import DataConfig
+from miles.config.errors import ConfigError
 from miles.config.evaluation import EvaluationConfig
 from miles.config.observability import ObservabilityConfig
 from miles.config.root import MilesConfig
-from miles.core.tracking import Tracker
-from miles.rundir import completed_rollouts, with_wandb_run
+from miles.core.tracking import Tracker, read_metrics
+from miles.report import draw_reward
+from miles.rundir import (
+    completed_rollouts,
+    hold_directories,
+    make_tracker,
+    with_wandb_run,
+    write_samples,
+)
 
 ROOT = Path(__file__).parents[2]
 NO_RUN = MilesConfig()
@@ -104,6 +114,96 @@ def test_the_last_evaluation_is_made_up_for_unless_it_is_on_record(tmp_path: Pat
     tracker.log(2, {"eval/digits": 0.5})
     tracker.close()
     assert completed_rollouts(config) == 2
+
+
+def one_run(config: MilesConfig, run_dir: Path, rewards: dict[int, float]) -> None:
+    """What a driver records."""
+    options = ObservabilityConfig(run_dir=str(run_dir))
+    config = dataclasses.replace(config, observability=options)
+    with hold_directories(config) as folder:
+        tracker = make_tracker(config, folder)
+        for step, reward in rewards.items():
+            tracker.log(step, {"rollout/raw_reward": reward})
+            write_samples(folder, step - 1, [{"reward": reward}])
+        tracker.close()
+        draw_reward(folder)
+
+
+def rewards_in(folder: Path) -> dict[int, float]:
+    return {row["step"]: row["rollout/raw_reward"] for row in read_metrics(folder)}
+
+
+def test_a_fresh_start_in_a_used_run_directory_sets_the_records_there_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = ({1: 0.1, 2: 0.2, 3: 0.3}, {1: 0.5, 2: 0.6}, {1: 0.7})
+    for number, rewards in enumerate(runs):
+        config = dataclasses.replace(NO_RUN, data=DataConfig(num_rollout=10 + number))
+        one_run(config, tmp_path, rewards)
+    aside = tmp_path / "earlier-1", tmp_path / "earlier-2"
+    for number, folder in enumerate((*aside, tmp_path)):
+        assert rewards_in(folder) == runs[number]
+        assert (folder / "reward.png").stat().st_size > 0
+        recorded = json.loads((folder / "config.json").read_text())
+        assert recorded["data"]["num_rollout"] == 10 + number
+    assert (tmp_path / "samples.txt").read_text().count("=== rollout") == 1
+    shown = capsys.readouterr().out
+    assert all(str(folder) in shown for folder in aside)
+
+
+def test_a_resumed_run_goes_on_in_the_records_of_its_run_directory(tmp_path: Path) -> None:
+    one_run(NO_RUN, tmp_path, {1: 0.1, 2: 0.2})
+    one_run(resumed(tmp_path, 4), tmp_path, {3: 0.3, 4: 0.4})
+    assert rewards_in(tmp_path) == {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4}
+    assert not (tmp_path / "earlier-1").exists()
+    started = dataclasses.replace(NO_RUN, data=DataConfig(start_rollout_id=4))
+    one_run(started, tmp_path, {5: 0.5})
+    assert rewards_in(tmp_path)[1] == 0.1
+
+
+def test_a_run_that_stopped_before_its_first_checkpoint_begins_its_records_again(
+    tmp_path: Path,
+) -> None:
+    """The same command again: its --load holds nothing yet."""
+    config = dataclasses.replace(NO_RUN, checkpoint=CheckpointConfig(load=str(tmp_path / "ckpt")))
+    one_run(config, tmp_path, {1: 0.1})
+    one_run(config, tmp_path, {1: 0.2})
+    assert rewards_in(tmp_path) == {1: 0.2}
+    assert rewards_in(tmp_path / "earlier-1") == {1: 0.1}
+
+
+@pytest.mark.parametrize("shared", ["run", "ckpt"])
+def test_a_second_run_in_a_directory_is_refused_with_flag_and_process(
+    tmp_path: Path, shared: str
+) -> None:
+    def config(run: Path, ckpt: Path) -> MilesConfig:
+        return dataclasses.replace(
+            NO_RUN,
+            observability=ObservabilityConfig(run_dir=str(run)),
+            checkpoint=CheckpointConfig(save=str(ckpt)),
+        )
+
+    first = {"run": tmp_path / "run", "ckpt": tmp_path / "ckpt"}
+    second = {"run": tmp_path / "run2", "ckpt": tmp_path / "ckpt2", shared: first[shared]}
+    flag = {"run": "--run-dir", "ckpt": "--save"}[shared]
+    told = rf"{flag} = .*{first[shared]}.*process {os.getpid()} on .*another directory"
+    with (
+        hold_directories(config(**first)),
+        pytest.raises(ConfigError, match=told),
+        hold_directories(config(**second)),
+    ):
+        pass
+    with hold_directories(config(**second)):
+        pass
+
+
+def test_runs_that_begin_in_the_same_second_get_a_run_directory_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with ExitStack() as stack:
+        folders = {stack.enter_context(hold_directories(NO_RUN)) for _ in range(3)}
+    assert len(folders) == 3
 
 
 GIVEN_AGAIN = """

@@ -12,7 +12,7 @@ from miles.config.checkpoint import CheckpointConfig
 from miles.config.errors import ConfigError
 from miles.config.observability import ObservabilityConfig
 from miles.config.root import MilesConfig
-from miles.rundir import make_run_dir, make_tracker, with_wandb_run
+from miles.rundir import hold_directories, make_tracker, with_wandb_run
 from tests.wandb_files import history, only, records
 
 wandb = pytest.importorskip("wandb")
@@ -24,10 +24,11 @@ def track(config: MilesConfig, run_dir: Path, *rows: tuple[int, dict[str, float]
     """A driver's use of the tracker; the id of the run."""
     observability = dataclasses.replace(config.observability, run_dir=str(run_dir))
     config = with_wandb_run(dataclasses.replace(config, observability=observability))
-    tracker = make_tracker(config, make_run_dir(config))
-    for step, metrics in rows:
-        tracker.log(step, metrics)
-    tracker.close()
+    with hold_directories(config) as folder:
+        tracker = make_tracker(config, folder)
+        for step, metrics in rows:
+            tracker.log(step, metrics)
+        tracker.close()
     if config.checkpoint.save is not None:
         checkpoints.prepare_staging(config.checkpoint.save, 2, [])
         checkpoints.publish(config.checkpoint.save, 2, {"config": config.to_dict()})

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from miles.backends.training_utils import checkpoints
 from miles.backends.training_utils.checkpoint_writer import CheckpointWriter, causes, derived_seed
+from miles.backends.training_utils.damage import damage_in, load_random_state
 from miles.config.checkpoint import CheckpointConfig
 from miles.config.errors import ConfigError, Problem
 from miles.core import device, distributed, logging
@@ -87,10 +88,10 @@ class Checkpointer:
             try:
                 _check_nothing_is_left_over(reader, tensors)
                 dcp_load(tensors, storage_reader=reader, process_group=self.writer.group)
-            except (CheckpointException, RuntimeError, ValueError, OSError) as error:
-                reason = f"step {metadata['iteration']} does not fit this model: {step / name}"
-                problem = Problem("--load", str(step.parent), f"{reason}: {causes(error)}")
-                raise ConfigError([problem]) from error
+            except CheckpointException as error:  # not an ``Exception``
+                raise unreadable(step, step / name, error) from error
+            except Exception as error:  # a damaged index, a pickle, may raise anything
+                raise unreadable(step, step / name, error) from error
         self._restore_rng(step, metadata)
         return metadata
 
@@ -101,7 +102,7 @@ class Checkpointer:
     def _restore_rng(self, step: Path, metadata: Mapping[str, Any]) -> None:
         saved_ranks = metadata.get("world_size")
         if saved_ranks == distributed.world_size():
-            device.set_rng_state(load_file(step / _rng_file()))
+            device.set_rng_state(load_random_state(step, step / _rng_file()))
             return
         seed = derived_seed(self._seed, metadata["iteration"], distributed.rank())
         torch.manual_seed(seed)
@@ -112,6 +113,14 @@ class Checkpointer:
             self._seed,
             metadata["iteration"],
         )
+
+
+def unreadable(step: Path, part: Path, error: BaseException) -> ConfigError:
+    """What to say of a part that could not be loaded: which file is damaged, else that the model is
+    another."""
+    number = checkpoints.read_metadata(step)["iteration"]
+    misfit = f"step {number} does not fit this model: {part}: {causes(error)}"
+    return ConfigError([Problem("--load", str(step.parent), damage_in(step, part) or misfit)])
 
 
 def _write_parts(staging: Path, snapshot: Snapshot, group: dist.ProcessGroup) -> None:

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from miles.backends.megatron_utils import random_state, sharded_state
-from miles.backends.megatron_utils.damage import first_damaged
 from miles.backends.megatron_utils.sharded_state import TrainerState
 from miles.backends.training_utils import checkpoints
 from miles.backends.training_utils.checkpoint_writer import (
@@ -23,6 +22,7 @@ from miles.backends.training_utils.checkpoint_writer import (
     causes,
     derived_seed,
 )
+from miles.backends.training_utils.damage import damage_in, load_random_state
 from miles.config.checkpoint import CheckpointConfig
 from miles.config.errors import ConfigError, Problem
 from miles.core import distributed, logging
@@ -100,7 +100,7 @@ class Checkpointer:
 
     def _restore_rng(self, step: Path, metadata: Mapping[str, Any], args: Namespace) -> None:
         if metadata["layout"] == _layout(args):
-            random_state.restore(load_file(step / _rng_file()))
+            random_state.restore(load_random_state(step, step / _rng_file()))
             return
         # As at the start of a run, ranks that hold the same parameters draw the same numbers.
         fresh = derived_seed(self._seed, metadata["iteration"], 0)
@@ -185,16 +185,13 @@ def _refused(flag: str, step: Path, remedy: str, cause: BaseException) -> Config
 
 def _unreadable(step: Path, error: BaseException) -> str:
     """What went wrong while reading, and the damaged file if that is why."""
-    damaged = first_damaged(step)
+    damage = damage_in(step, step)
+    if damage is not None:
+        return damage
     number = checkpoints.read_metadata(step)["iteration"]
-    if damaged is None:
-        return (
-            f"step {number}: {step} cannot be read into this model ({causes(error)}); if it is of "
-            "another model than --hf-checkpoint, give that one"
-        )
     return (
-        f"step {number}: {damaged} is damaged or missing ({causes(error)}); restore it, or write "
-        f"another step into {step.parent / checkpoints.TRACKER}"
+        f"step {number}: {step} cannot be read into this model ({causes(error)}); if it is of "
+        "another model than --hf-checkpoint, give that one"
     )
 
 

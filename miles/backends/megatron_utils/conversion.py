@@ -24,7 +24,11 @@ from miles.backends.megatron_utils.initialize import destroy, initialize  # noqa
 from miles.backends.megatron_utils.sharded_state import TrainerState  # noqa: E402
 from miles.backends.megatron_utils.weights import exported, load_hf, stream_hf  # noqa: E402
 from miles.backends.training_utils import checkpoints  # noqa: E402
-from miles.backends.training_utils.hf_export import check_target, export_hf  # noqa: E402
+from miles.backends.training_utils.hf_export import (  # noqa: E402
+    check_export_target,
+    check_target,
+    export_hf,
+)
 from miles.backends.training_utils.hf_files import HFFiles  # noqa: E402
 from miles.config.checkpoint import CheckpointConfig  # noqa: E402
 from miles.config.cluster import ClusterConfig  # noqa: E402
@@ -73,7 +77,7 @@ def torch_dist_to_hf(
     Collective over torchrun's ranks, or one process alone. Tensors that are not trained (vision)
     are copied. Raises ``ConfigError`` or ``CheckpointDirError``.
     """
-    check_target(save, hf_checkpoint)
+    check_export_target(save, hf_checkpoint)
     config = _config(hf_checkpoint, CheckpointConfig(load=load), megatron_flags)
     files = HFFiles(hf_checkpoint)
     with _joined(config) as args:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from miles.config import record
 from miles.config.errors import ConfigError, Problem
 from miles.core import logging
 
@@ -228,6 +229,14 @@ def verify(step: Path) -> dict[str, Any]:
     return metadata
 
 
+def damaged(step: Path, file: Path) -> str:
+    """What to tell of a file of ``step`` that cannot be read though its size is right."""
+    return (
+        f"step {read_metadata(step)['iteration']}: {file} is damaged or missing; restore it, or "
+        f"write another step into {step.parent / TRACKER}"
+    )
+
+
 def recover(save: str | Path) -> None:
     """Clear up after a crash: remove half-written steps, put back one that was being replaced."""
     for entry in sorted(Path(save).glob("*")):
@@ -279,12 +288,24 @@ def _refuse_other_kinds(folder: Path) -> None:
         any(folder.glob(pattern)) for pattern in (".metadata", "*.distcp", "metadata.json")
     ):
         raise _refused(folder, "lies within a step; give the directory that holds iter_*")
-    if (folder / "config.json").is_file() and not (folder / TRACKER).exists():
+    if (folder / record.FILE).is_file() and not (folder / TRACKER).exists():
+        run = record.read_record(folder)
+        if run is not None:
+            raise _refused(folder, run_directory_of(run))
         raise _refused(
             folder,
             "is a Hugging Face directory, which --hf-checkpoint (or --ref-load) takes; --load "
             "takes a directory that this program saved to",
         )
+
+
+def run_directory_of(run: Mapping[str, Any]) -> str:
+    """What is wrong with a run directory, known by its record, in the place of checkpoints."""
+    save = run["checkpoint"].get("save")
+    holds = "is the run directory of a run (metrics, samples, logs)"
+    if save is None:
+        return f"{holds}, which saved no checkpoints (no --save)"
+    return f"{holds}; its checkpoints are in {save!r} (that run's --save)"
 
 
 def _iterations(folder: str | Path) -> list[int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from miles.backends.training_utils import export_mark
 from miles.backends.training_utils.safetensors_file import Described, SafetensorsFile
 from miles.config.errors import ConfigError, Problem
 from miles.contracts.types import NamedTensor
@@ -32,8 +33,8 @@ def export_hf(
     """Write a directory that transformers loads; collective (rank 0 writes).
 
     Everything of ``source`` but its weights is copied. The directory appears under its name only
-    when it is complete, and replaces an older export, but no directory of another kind. Raises on
-    every rank when writing fails.
+    when it is complete, and replaces an older export, but nothing that was not written here. Raises
+    on every rank when writing fails.
     """
     final = Path(directory)
     staging = final.with_name(final.name + ".tmp")
@@ -45,13 +46,17 @@ def export_hf(
             _copy_side_files(Path(source), staging, {weight.dtype for weight in weights})
     except OSError as caught:
         error = caught
-    for item in stream:
-        # After a failure the stream is still drained: the other ranks gather with this one.
-        if writer is not None and error is None:
-            try:
-                writer.add(item)
-            except OSError as caught:
-                error = caught
+    try:
+        for item in stream:
+            # After a failure the stream is still drained: the other ranks gather with this one.
+            if writer is not None and error is None:
+                try:
+                    writer.add(item)
+                except OSError as caught:
+                    error = caught
+    except BaseException:
+        _clear_away(writer, staging)
+        raise
     if writer is not None and error is None:
         try:
             writer.close()
@@ -59,10 +64,15 @@ def export_hf(
         except OSError as caught:
             error = caught
     if error is not None:
-        if writer is not None:
-            writer.abandon()
-        shutil.rmtree(staging, ignore_errors=True)
+        _clear_away(writer, staging)
     distributed.raise_together(error, f"export to {directory}")
+
+
+def _clear_away(writer: "_ShardWriter | None", staging: Path) -> None:
+    """What a failed export has written so far; ``None`` on ranks that write nothing."""
+    if writer is not None:
+        writer.abandon()
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def check_target(save: str, source: str) -> None:
@@ -70,6 +80,14 @@ def check_target(save: str, source: str) -> None:
     reason = places.reason_against(save)
     if os.path.realpath(save) == os.path.realpath(source):
         reason = "is the directory that is converted; give another"
+    if reason is not None:
+        raise ConfigError([Problem("--save", save, reason)])
+
+
+def check_export_target(save: str, source: str) -> None:
+    """``check_target``, and that an export may replace what is there."""
+    check_target(save, source)
+    reason = export_mark.reason_against_replacing(save)
     if reason is not None:
         raise ConfigError([Problem("--save", save, reason)])
 
@@ -98,7 +116,7 @@ class _ShardWriter:
             self._finish_file()
             self._current = number
             path = self._folder / self._file_name(number)
-            self._open = SafetensorsFile(path, self._files[number])
+            self._open = SafetensorsFile(path, self._files[number], export_mark.METADATA)
         self._open.write(item.name, item.tensor)
 
     def close(self) -> None:
@@ -128,9 +146,9 @@ class _ShardWriter:
 
 
 def _check_replaceable(final: Path) -> None:
-    other = final.is_dir() and any(final.iterdir()) and not (final / "config.json").is_file()
-    if other:
-        raise FileExistsError(f"{final} is not empty and no Hugging Face directory: not replaced")
+    reason = export_mark.reason_against_replacing(final)
+    if reason is not None:
+        raise FileExistsError(f"{final} {reason}")
 
 
 def _copy_side_files(source: Path, staging: Path, dtypes: set[torch.dtype]) -> None:

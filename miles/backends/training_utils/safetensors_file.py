@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -29,6 +29,8 @@ DTYPES = {
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGNMENT_BYTES = 8
+_PLAIN = {"format": "pt"}
+"""What transformers asks for."""
 
 
 class Described(Protocol):
@@ -47,11 +49,13 @@ class Described(Protocol):
 class SafetensorsFile:
     """Byte for byte what ``safetensors.torch.save_file`` would write of these tensors."""
 
-    def __init__(self, path: Path, tensors: Iterable[Described]) -> None:
+    def __init__(
+        self, path: Path, tensors: Iterable[Described], metadata: Mapping[str, str] = _PLAIN
+    ) -> None:
         """Write the header. Raises ``OSError``."""
         rank = list(DTYPES).index
         ordered = sorted(tensors, key=lambda t: (-rank(_CODES[t.dtype]), t.name))
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        header: dict[str, object] = {"__metadata__": dict(metadata)}
         self._places: dict[str, tuple[int, Described]] = {}
         end = 0
         for tensor in ordered:

@@ -8,6 +8,7 @@ from miles.config.rules.external import EXTERNAL_CHECKS
 from miles.config.rules.lengths import LENGTH_CHECKS
 from miles.config.rules.notes import notes
 from miles.config.rules.offload import OFFLOAD_CHECKS
+from miles.config.rules.places import PLACE_CHECKS
 from miles.config.rules.problems import Check, Given
 from miles.config.rules.ranges import RANGE_CHECKS
 from miles.config.rules.required import REQUIRED_CHECKS
@@ -23,6 +24,7 @@ CHECK: tuple[Check, ...] = (
     *CONFLICT_CHECKS,
     *EXTERNAL_CHECKS,
     *OFFLOAD_CHECKS,
+    *PLACE_CHECKS,
 )
 
 

@@ -1,8 +1,5 @@
 """Flags that contradict each other, checked after derivation."""
 
-import os
-from pathlib import Path
-
 from miles.config.derived import is_supervised, needs_engines
 from miles.config.errors import Problem
 from miles.config.root import MilesConfig
@@ -229,38 +226,6 @@ def one_half_precision(config: MilesConfig, given: Given) -> list[Problem]:
     return [problem(config, "fp16", "fp32", remedy="both say the precision; leave one out")]
 
 
-def exports_replace_only_exports(config: MilesConfig, given: Given) -> list[Problem]:
-    """An export replaces what is at its place; that is neither a model nor holds checkpoints."""
-    checkpoint = config.checkpoint
-    if checkpoint.save_hf is None:
-        return []
-    target = os.path.abspath(checkpoint.save_hf)
-    kept = (
-        ("save", checkpoint.save),
-        ("load", checkpoint.load),
-        ("hf_checkpoint", config.rollout.hf_checkpoint),
-        ("ref_load", config.algorithm.ref_load),
-    )
-    remedy = "the export would replace the second; give it a directory of its own"
-    return [
-        problem(config, "save_hf", dest, remedy=remedy)
-        for dest, path in kept
-        if path is not None and Path(os.path.abspath(path)).is_relative_to(target)
-    ][:1]
-
-
-def reference_is_not_overwritten(config: MilesConfig, given: Given) -> list[Problem]:
-    """The run writes its checkpoints elsewhere than where its reference lies."""
-    reference, save = config.algorithm.ref_load, config.checkpoint.save
-    if reference is None or save is None or os.path.realpath(reference) != os.path.realpath(save):
-        return []
-    remedy = (
-        "the run would write its checkpoints over its reference, and a resumed one would take the "
-        "trained weights for it; give the second a directory of its own"
-    )
-    return [problem(config, "ref_load", "save", remedy=remedy)]
-
-
 def engines_answer_before_ranks_give_up(config: MilesConfig, given: Given) -> list[Problem]:
     """An engine that hangs is named before another rank's collective times out."""
     cluster, timeout_s = config.cluster, config.weight_sync.update_weight_timeout_s
@@ -299,8 +264,6 @@ CONFLICT_CHECKS: tuple[Check, ...] = (
     rollouts_are_made_or_loaded,
     supervised_runs_train,
     one_half_precision,
-    exports_replace_only_exports,
-    reference_is_not_overwritten,
     engines_answer_before_ranks_give_up,
     answers_are_not_the_questions,
 )

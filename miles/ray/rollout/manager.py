@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 import ray
 
+from miles.backends.training_utils import checkpoints
 from miles.config.derived import generates_rollouts
+from miles.config.errors import ConfigError, Problem
 from miles.config.root import MilesConfig
 from miles.contracts.hooks import DataSource, RolloutContext, RolloutOutput, load_hook
 from miles.contracts.types import Group, Prompt
@@ -130,11 +132,15 @@ class RolloutManager:
             os.fsync(file.fileno())
 
     async def load(self, folder: str) -> None:
-        """Resume the position that ``save`` wrote."""
+        """Resume the position that ``save`` wrote. Raises ``ConfigError`` for a damaged file."""
         path = Path(folder) / STATE_FILE
         if not path.is_file():
             raise FileNotFoundError(f"the checkpoint {folder} has no {STATE_FILE}")
-        state = msgspec.msgpack.decode(path.read_bytes())
+        try:
+            state = msgspec.msgpack.decode(path.read_bytes(), type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            told = checkpoints.damaged(path.parent, path)
+            raise ConfigError([Problem("--load", str(path.parent.parent), told)]) from error
         if self._source is not None and state["source"] is not None:
             self._source.load_state_dict(state["source"])
         elif self._source is not None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from miles.core import owned
+from miles.core import locks, owned
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -50,6 +51,16 @@ def run_train(
     code = run_owned(command, environment or {})
     if code != 0:
         sys.exit(code)
+
+
+def delete_run(run_dir: Path) -> None:
+    """Delete a run directory; end this process instead when a run is still writing there."""
+    try:
+        with locks.held(run_dir):
+            shutil.rmtree(run_dir)
+    except locks.HeldError as error:
+        print(f"{run_dir} is not replaced: a run writes there ({error})", file=sys.stderr)
+        sys.exit(2)
 
 
 def run_owned(

@@ -9,7 +9,7 @@ import pytest
 
 from miles.config.flags import flag_specs
 from miles.config.root import MilesConfig
-from miles.config.rules import CHECK, check, external, lengths, offload, ranges, required
+from miles.config.rules import CHECK, check, external, lengths, offload, places, ranges, required
 from miles.config.rules import conflicts as conflict
 from miles.config.rules.applies import APPLIES, flags_given_have_an_effect
 from miles.config.rules.problems import Check, flag_name
@@ -363,19 +363,44 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
     ),
     (conflict.one_half_precision, "--fp16, --fp32", ("--fp16", "--fp32"), ()),
     (
-        conflict.exports_replace_only_exports,
+        places.run_directory_is_its_own,
+        "--run-dir, --save",
+        ("--run-dir", "runs/a", "--save", "runs/b/../a", "--load", "runs/a"),
+        (),
+    ),
+    (places.run_directory_is_its_own, "--run-dir, --load", ("--run-dir", "a", "--load", "./a"), ()),
+    (
+        places.exports_replace_only_exports,
+        "--save-hf, --run-dir",
+        ("--save", "s", "--save-hf", "runs/a", "--run-dir", "runs/a"),
+        (),
+    ),
+    (
+        places.exports_replace_only_exports,
         "--save-hf, --save",
         ("--save", "runs/a", "--save-hf", "runs/b/../a"),
         (),
     ),
     (
-        conflict.exports_replace_only_exports,
+        places.exports_replace_only_exports,
         "--save-hf, --hf-checkpoint",
         ("--save", "s", "--save-hf", "./model"),
         (),
     ),
     (
-        conflict.reference_is_not_overwritten,
+        places.exports_leave_checkpoints_their_names,
+        "--save-hf, --save",
+        ("--save", "x", "--save-hf", "./x/iter_{rollout_id:07d}"),
+        (),
+    ),
+    (
+        places.exports_leave_checkpoints_their_names,
+        "--save-hf, --save",
+        ("--save", "x", "--save-hf", "x/release/hf"),
+        (),
+    ),
+    (
+        places.reference_is_not_overwritten,
         "--ref-load, --save",
         ("--save", "runs/a", "--ref-load", "runs/b/../a", "--use-kl-loss"),
         (),
@@ -453,6 +478,8 @@ def test_every_rule_has_a_case() -> None:
         ("--save", "s", "--save-interval", "1", "--save-trigger-sentinel", "f", "--save-keep", "1"),
         ("--save", "s", "--save-hf", "hf/{rollout_id}", "--async-save", "--no-save-optim"),
         ("--save", "runs/a", "--load", "runs/a", "--save-hf", "runs/a/hf"),
+        ("--save", "runs/a", "--save-hf", "runs/b/iter_{rollout_id:07d}"),
+        ("--run-dir", "runs/a", "--save", "runs/a/checkpoints", "--load", "runs/a/checkpoints"),
         ("--deterministic-rollout", "--fp32"),
         ("--start-rollout-id", "1"),
         ("--rollout-max-prompt-len", "12", "--rollout-max-context-len", "20"),

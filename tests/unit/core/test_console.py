@@ -1,5 +1,10 @@
 """What a run prints for each rollout."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from miles.core.console import RunConsole
@@ -54,3 +59,65 @@ def test_an_evaluation_is_one_line_of_its_scores_by_name(
         capsys.readouterr().out
         == "evaluation after 2 rollouts  eval/digits 0.500  eval/math 0.250\n"
     )
+
+
+SAYS_MUCH = """
+import sys
+from miles.core.console import RunConsole, until_output_closes
+
+def program():
+    try:
+        for number in range(100_000):
+            say(str(number))
+    finally:
+        print("taken down", file=sys.stderr)
+    return 0
+
+say = {"rich": RunConsole(0).say, "print": print}[sys.argv[1]]
+sys.exit(until_output_closes(program))
+"""
+
+CONNECTION_LOST = """
+import sys
+from miles.core.console import until_output_closes
+
+def program():
+    raise BrokenPipeError("of an engine")
+
+sys.exit(until_output_closes(program))
+"""
+
+
+def first_line_read(script: str, *arguments: str) -> tuple[str, int, str]:
+    """The first line of a program whose output is read no further, its exit code and errors."""
+    with subprocess.Popen(
+        [sys.executable, "-c", script, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        line = process.stdout.readline()
+        process.stdout.close()
+        errors = process.stderr.read()
+        return line, process.wait(30), errors
+
+
+@pytest.mark.parametrize("way", ["rich", "print"])
+def test_a_program_whose_output_is_cut_off_ends_as_a_shell_says_of_that_signal(way: str) -> None:
+    assert first_line_read(SAYS_MUCH, way) == ("0\n", 128 + 13, "taken down\n")
+
+
+def test_a_connection_that_breaks_is_not_taken_for_the_output() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", CONNECTION_LOST],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+    assert result.returncode == 1
+    assert "BrokenPipeError: of an engine" in result.stderr

@@ -1,9 +1,13 @@
 """What ends up in ``metrics.jsonl``, also when a run is killed and resumed."""
 
 import math
+import re
 from pathlib import Path
 
-from miles.core.tracking import Tracker, read_metrics
+import pytest
+
+from miles.core import tracking
+from miles.core.tracking import MetricsError, Tracker, read_metrics
 
 
 def log(run_dir: Path, *rows: tuple[int, dict[str, float]]) -> None:
@@ -40,6 +44,32 @@ def test_a_line_that_a_kill_cut_short_does_not_spoil_the_next(tmp_path: Path) ->
         file.write('{"step": 2, "train/lo')
     log(tmp_path, (2, {"train/loss": 0.4}))
     assert plain(tmp_path) == [{"step": 1, "train/loss": 0.5}, {"step": 2, "train/loss": 0.4}]
+
+
+def test_a_last_line_that_was_cut_short_is_left_out_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log(tmp_path, (1, {"train/loss": 0.5}))
+    with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 2, "train/lo')
+    said = list[str]()
+    monkeypatch.setattr(tracking.log, "warning", lambda text, *args: said.append(text % args))
+    assert plain(tmp_path) == [{"step": 1, "train/loss": 0.5}]
+    (line,) = said
+    assert str(tmp_path / "metrics.jsonl") in line
+
+
+@pytest.mark.parametrize("broken", ['{"step": 2, "tr', "[]", "\0\0\0", '{"loss": 1}'])
+def test_a_broken_line_before_others_is_an_error_with_file_and_line(
+    tmp_path: Path, broken: str
+) -> None:
+    log(tmp_path, (1, {"train/loss": 0.5}))
+    with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(f"{broken}\n")
+    log(tmp_path, (3, {"train/loss": 0.5}))
+    place = re.escape(f"{tmp_path / 'metrics.jsonl'}, line 2,")
+    with pytest.raises(MetricsError, match=place):
+        read_metrics(tmp_path)
 
 
 def test_what_is_not_a_finite_number_is_null(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from miles.backends.training_utils import checkpoints
+from miles.config.errors import ConfigError
 from miles.contracts.engine import EngineError, GenerateRequest, SamplingParams
 from miles.core import hf
-from miles.ray.rollout.manager import RolloutManager, numbers, with_num_rollout
+from miles.ray.rollout.manager import STATE_FILE, RolloutManager, numbers, with_num_rollout
 from tests.unit.rollout.scripted import made_config
 
 
@@ -37,6 +39,19 @@ def test_epochs_become_whole_rollouts(
 
 def test_a_given_number_of_rollouts_stays() -> None:
     assert with_num_rollout(made_config(num_rollout=7), 1000).data.num_rollout == 7
+
+
+def test_a_damaged_position_in_the_data_is_refused_with_its_file(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    checkpoints.prepare_staging(tmp_path, 3, [])
+    position = checkpoints.staging_dir(tmp_path, 3) / STATE_FILE
+    position.write_bytes(bytes(40))
+    step = checkpoints.publish(tmp_path, 3, {"backend": "fsdp"})
+    manager = RolloutManager(made_config(hf_checkpoint=str(tiny_qwen3)))
+    told = f"--load = .*step 3: {step / STATE_FILE} is damaged"
+    with pytest.raises(ConfigError, match=told):
+        asyncio.run(manager.load(str(step)))
 
 
 def test_ids_that_the_model_does_not_have_are_sent_to_no_engine(tiny_qwen3: Path) -> None:

@@ -112,5 +112,35 @@ def test_the_comparison_is_drawn_when_both_runs_are_there(tmp_path: Path) -> Non
     assert picture.stat().st_size > 0
 
 
+def test_an_earlier_run_of_the_comparison_is_left_alone_unless_it_is_to_be_replaced(
+    tmp_path: Path, tiny_qwen3: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = made_earlier_run(tmp_path)
+    recipe = Comparison(train_backend="fsdp", hf_checkpoint=tiny_qwen3, folder=tmp_path)
+    assert run_mcore_fsdp.main(recipe) == 2
+    assert "--replace" in capsys.readouterr().err
+    assert kept.read_text() == "result"
+
+
+def test_flags_that_train_refuses_do_not_cost_the_earlier_run_of_the_comparison(
+    tmp_path: Path,
+) -> None:
+    kept = made_earlier_run(tmp_path)
+    typo = tmp_path / "no-such-model"
+    recipe = Comparison(train_backend="fsdp", hf_checkpoint=typo, folder=tmp_path, replace=True)
+    with pytest.raises(SystemExit) as refused:
+        run_mcore_fsdp.main(recipe)
+    assert refused.value.code == 2
+    assert kept.read_text() == "result"
+
+
+def made_earlier_run(folder: Path) -> Path:
+    """A file of it."""
+    kept = folder / "fsdp" / "reward.png"
+    kept.parent.mkdir()
+    kept.write_text("result")
+    return kept
+
+
 def made_data(folder: Path) -> None:
     reverse_digits.write_data(folder / "data", 0, num_supervised=1, num_train=64, num_eval=4)

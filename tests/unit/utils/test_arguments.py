@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,10 @@ import pytest
 
 from miles.backends.sglang_utils import package
 from miles.backends.training_utils import checkpoints
+from miles.config.checkpoint import CheckpointConfig
 from miles.config.errors import ConfigError
+from miles.config.record import write_record
+from miles.config.root import MilesConfig
 from miles.rollout.debug_data import save_groups
 from miles.utils.arguments import get_miles_extra_args_provider, parse_args, read_config
 
@@ -374,6 +378,52 @@ def test_a_file_that_is_to_be_written_below_another_file_is_refused(
 
 def test_checkpoints_are_not_saved_into_a_model(valid: list[str], model: Path) -> None:
     assert flags_of([*valid, "--save", str(model)]) == {"--save"}
+
+
+def run_directory(folder: Path, save: str | None) -> Path:
+    """As a run leaves it."""
+    folder.mkdir()
+    write_record(folder, MilesConfig(checkpoint=CheckpointConfig(save=save)))
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("save", "told"), [(None, "saved no checkpoints"), ("/runs/a/ckpt", "are in '/runs/a/ckpt'")]
+)
+@pytest.mark.parametrize("flag", ["--load", "--save"])
+def test_a_run_directory_in_the_place_of_checkpoints_is_refused_for_what_it_is(
+    valid: list[str], tmp_path: Path, flag: str, save: str | None, told: str
+) -> None:
+    folder = run_directory(tmp_path / "run", save)
+    with pytest.raises(ConfigError) as error:
+        read_config([*valid, flag, str(folder)])
+    (problem,) = error.value.problems
+    assert problem.flag == flag
+    assert "is the run directory of a run" in problem.remedy
+    assert told in problem.remedy
+    assert "Hugging Face" not in problem.remedy
+
+
+def test_a_run_whose_records_lie_beside_its_checkpoints_still_goes_on(
+    valid: list[str], tmp_path: Path
+) -> None:
+    folder = run_directory(tmp_path / "run", str(tmp_path / "run"))
+    checkpoints.prepare_staging(folder, 1, [])
+    checkpoints.publish(folder, 1, {"backend": "fsdp", "config": {}})
+    read_config([*valid, "--load", str(folder), "--save", str(folder)])
+
+
+@pytest.mark.parametrize("name", ["other", "other-{rollout_id}"])
+def test_an_export_is_not_to_replace_a_model_that_no_run_wrote(
+    valid: list[str], model: Path, tmp_path: Path, name: str
+) -> None:
+    argv = [*valid, "--save", str(tmp_path / "ckpt"), "--save-hf", str(tmp_path / name)]
+    read_config(argv)
+    other = tmp_path / name.format(rollout_id=1)
+    shutil.copytree(model, other)
+    with pytest.raises(ConfigError, match=f"--save-hf = .*{name}.*no export of this program"):
+        read_config(argv)
 
 
 def test_wandb_without_a_login_is_a_problem(

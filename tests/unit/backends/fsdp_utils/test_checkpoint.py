@@ -156,6 +156,9 @@ def test_without_its_optimizer_a_checkpoint_continues_with_fresh_moments(
     assert found["rate"] == pytest.approx(1e-3 * 0.5 * (1 + torch.tensor(torch.pi / 5).cos()))
 
 
+RNG_FILE = "rng_00000.safetensors"
+
+
 @pytest.fixture
 def saved(two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path) -> MilesConfig:
     config = saving(make_config(tiny_qwen3), tmp_path)
@@ -180,6 +183,22 @@ def test_an_optimizer_shard_cut_short_is_refused_with_path_and_step(
     text = refusal(two_ranks, saved)
     assert str(shard) in text
     assert "step 1" in text
+
+
+@pytest.mark.parametrize(
+    "name", ["model/__0_0.distcp", "optimizer/__1_0.distcp", "model/.metadata", RNG_FILE]
+)
+def test_a_file_of_zeros_is_refused_with_path_and_remedy_alone(
+    two_ranks: Ranks, saved: MilesConfig, tmp_path: Path, name: str
+) -> None:
+    """As long as it was: only reading shows it."""
+    file = tmp_path / "iter_0000001" / name
+    file.write_bytes(bytes(file.stat().st_size))
+    text = refusal(two_ranks, saved)
+    assert f"step 1: {file} is damaged" in text
+    assert "write another step into" in text
+    assert "weights_only" not in text
+    assert "does not fit" not in text
 
 
 def test_a_checkpoint_of_another_model_is_refused(

@@ -45,6 +45,17 @@ def test_a_saved_step_becomes_the_directory_of_the_weights_that_it_would_send(
     )
     assert AutoTokenizer.from_pretrained(exported).eos_token_id == 1
 
+    for name in (".metadata", "__1_0.distcp"):
+        file = save / "iter_0000001" / "model" / name
+        whole = file.read_bytes()
+        file.write_bytes(bytes(len(whole)))
+        target = tmp_path / "damaged"
+        with pytest.raises(SystemExit, match="2"):
+            main(["--load", str(save), "--hf-checkpoint", str(path), "--save", str(target)])
+        assert f"step 1: {file} is damaged" in capsys.readouterr().err
+        assert not list(tmp_path.glob("damaged*"))
+        file.write_bytes(whole)
+
     other = make_qwen3(tmp_path / "other", hidden_size=16)
     with pytest.raises(ConfigError, match="is not of the model in"):
         fsdp_to_hf(str(save), str(other), str(tmp_path / "never"))

@@ -91,9 +91,11 @@ def test_an_export_is_not_stopped_by_what_a_killed_one_left(
     two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "export"
-    for name in ("export", "export.old", "export.tmp"):
-        shutil.copytree(tiny_qwen3, tmp_path / name)
-    weights, _ = two_ranks.run_well(export, make_config(tiny_qwen3), str(target), WHOLE, None)
+    job = (export, make_config(tiny_qwen3), str(target), WHOLE, None)
+    two_ranks.run_well(*job)
+    for name in ("export.old", "export.tmp"):
+        shutil.copytree(target, tmp_path / name)
+    weights, _ = two_ranks.run_well(*job)
     assert stored(target) == weights
     assert sorted(tmp_path.iterdir()) == [target]
 
@@ -103,8 +105,6 @@ def test_transformers_loads_an_export_bit_for_bit(
     two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path, shard_bytes: int
 ) -> None:
     target = tmp_path / "export"
-    target.mkdir()
-    (target / "config.json").write_text("an older export")
     job = (export, make_config(tiny_qwen3), str(target), shard_bytes, None)
     weights, _ = two_ranks.run_well(*job)
     assert stored(target) == weights
@@ -134,10 +134,11 @@ def test_an_export_that_fails_leaves_the_older_one_and_fails_on_every_rank(
     two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "export"
-    shutil.copytree(tiny_qwen3, target)
-    job = (export, make_config(tiny_qwen3), str(target), WHOLE, 50_000)
-    answers = two_ranks.run(*job)
+    job = (export, make_config(tiny_qwen3), str(target), WHOLE)
+    two_ranks.run_well(*job, None)
+    answers = two_ranks.run(*job, 50_000)
     assert all(isinstance(answer, Exception) for answer in answers)
     assert "export" in str(answers[1])
+    assert "no export" not in str(answers[1])
     assert stored(target) == stored(tiny_qwen3)
     assert sorted(tmp_path.iterdir()) == [target]
