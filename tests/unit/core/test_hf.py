@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from miles.core import hf
+from miles.core import hf, transformers_source
 from miles.core.hf import (
     CheckpointDirError,
     check_config,
@@ -94,6 +94,44 @@ def test_a_model_type_that_nothing_can_load_is_refused(
         check_directory(str(model))
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", "big"),
+        ("num_hidden_layers", 2.5),
+        ("rms_norm_eps", "small"),
+        ("tie_word_embeddings", "yes"),
+        ("vocab_size", None),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_refused_with_its_key(model: Path, key: str, value: Any) -> None:
+    write_config(model, **{key: value})
+    with pytest.raises(CheckpointDirError, match=rf"config\.json .*'{key}'") as error:
+        check_config(str(model))
+    assert str(value) in str(error.value)
+    assert "\n" not in str(error.value)
+    with pytest.raises(CheckpointDirError, match=f"'{key}'"):
+        hf.load_config(str(model))
+
+
+def test_the_text_config_of_a_model_that_also_sees_is_checked_too(model: Path) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("qwen3_5").to_dict()
+    config["text_config"]["hidden_size"] = "big"
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointDirError, match=r"'hidden_size'.*'big'"):
+        check_config(str(model))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5"])
+def test_what_transformers_writes_itself_leaves_no_doubt(family: str) -> None:
+    from transformers import AutoConfig
+
+    written = json.loads(AutoConfig.for_model(family).to_json_string(use_diff=False))
+    assert transformers_source.doubtful_keys(written) == []
+
+
 def test_a_model_that_brings_its_own_code_may_be_of_any_type(model: Path) -> None:
     write_config(model, model_type="mine", auto_map={"AutoConfig": "configuration_mine.Config"})
     check_directory(str(model))
@@ -112,7 +150,7 @@ def test_a_config_that_is_no_object_is_named(model: Path) -> None:
 
 
 def test_nearly_every_model_type_is_known_without_importing_transformers() -> None:
-    listed = hf._listed_model_types()  # pyright: ignore[reportPrivateUsage]
+    listed = transformers_source.listed_model_types()
     # Not those that a package which another test imports has registered.
     known = set(CONFIG_MAPPING_NAMES)
     assert listed <= known
