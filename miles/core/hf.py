@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from miles.core import transformers_source
+from miles.core import hf_weights, transformers_source
 
 
 class CheckpointDirError(ValueError):
@@ -105,21 +105,46 @@ def _check_tokenizer(folder: Path) -> None:
         if not file.is_file():
             continue
         try:
-            json.loads(file.read_text(encoding="utf-8"))
+            content = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointDirError(f"{file} is not JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise CheckpointDirError(f"{file} holds no JSON object")
+        if name == "tokenizer.json" and not isinstance(content.get("model"), dict):
+            raise CheckpointDirError(
+                f"{file} has no 'model', so it is no tokenizer; copy that of the checkpoint again"
+            )
 
 
 def _check_weights(folder: Path) -> None:
-    from safetensors import SafetensorError, safe_open
+    missing = hf_weights.missing_file(folder)
+    if missing is not None:
+        raise CheckpointDirError(missing)
+    from safetensors import SafetensorError
 
+    shapes: dict[str, hf_weights.Shape] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
-            # Reads the header, and that the file is as long as it says.
-            with safe_open(file, framework="numpy"):
-                pass
+            shapes |= hf_weights.read_shapes(file)
         except (OSError, SafetensorError) as error:
             raise CheckpointDirError(f"{file} is damaged or cut short: {error}") from error
+    _check_fit(str(folder), shapes)
+
+
+def _check_fit(path: str, shapes: dict[str, hf_weights.Shape]) -> None:
+    """The weights are of the model that ``config.json`` describes, as far as that is quickly told.
+
+    Those of a quantized one have shapes of their own.
+    """
+    if "quantization_config" in read_config(path):
+        return
+    text = _stated_text_config(path)
+    reason = hf_weights.missing_layers(shapes, text)
+    if reason is None and hf_weights.raises_doubt(shapes, text):
+        found = hf_weights.misfits(shapes, load_config(path))
+        reason = f"its weights do not fit: {'; '.join(found[:3])}" if found else None
+    if reason is not None:
+        raise CheckpointDirError(f"{path!r}: {reason}; config.json is of another model")
 
 
 def load_config(path: str) -> Any:
