@@ -13,7 +13,7 @@ from miles.config.root import MilesConfig
 from miles.contracts.hooks import DataSource, load_hook
 from miles.contracts.types import Prompt
 from miles.core import logging
-from miles.rollout import template_check
+from miles.rollout import gym, template_check
 from miles.rollout.chat_template import ChatTemplate
 from miles.rollout.rewards.table import reads_label
 from miles.rollout.row_parser import RowParser
@@ -54,7 +54,8 @@ def check(config: MilesConfig) -> list[Problem]:
         try:
             rows, parser = usable_rows(flag, spec, settings)
         except ConfigError as error:
-            problems += error.problems
+            # Two sets of families have the same arguments: what is wrong with them is said once.
+            problems += [p for p in error.problems if p not in problems]
             continue
         # One template renders them all: what is wrong with it is said of the first.
         template = template or template_check.check_rows(settings, f"{flag} {spec}", rows, parser)
@@ -70,13 +71,15 @@ def usable_rows(flag: str, spec: str, config: MilesConfig) -> tuple[list[Row], R
     problems = check_spec(flag, spec)
     if problems:
         raise ConfigError(problems)
-    if parse_spec(spec).family is not None:
+    parsed = parse_spec(spec)
+    if parsed.family is not None:
+        gym.check_arguments(flag, spec, parsed.family, parsed.rows, config.data)
         parser = replace(_row_parser(config, GYM_KEYS), reads_label=lambda metadata: False)
         return [Row("a problem", {"question": "1 + 1 =", "answer": "2"})], parser
     rows, keys = read_rows(flag, spec, config.data)
     parser = _row_parser(config, keys)
-    parsed = [parser.parse(row) for row in rows]
-    refuse_bad_rows(flag, spec, [row for row in parsed if isinstance(row, BadRow)])
+    prompts = [parser.parse(row) for row in rows]
+    refuse_bad_rows(flag, spec, [row for row in prompts if isinstance(row, BadRow)])
     return [row for row in rows if isinstance(row, Row)], parser
 
 

@@ -338,6 +338,52 @@ def test_a_state_of_another_stream_is_refused(
         other.load_state_dict(source.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("kwargs", "says"),
+    [
+        ({"size": "a"}, "'size' is 'a': Expected `int`, got `str`"),
+        ({"min_digits": 1.5}, "'min_digits' is 1.5: Expected `int`, got `float`"),
+        ({"allow_negation": 1}, "'allow_negation' is 1: Expected `bool`, got `int`"),
+        ({"seed": "x"}, "'seed' is 'x': Expected `int | null`, got `str`"),
+        ({"min_terms": 5, "max_terms": 2}, "max_terms must be >= min_terms"),
+        ({"size": 0}, "size must be positive"),
+        ({"min_term": 2}, "there is no 'min_term', did you mean min_terms"),
+    ],
+)
+def test_arguments_that_a_family_refuses_are_a_problem_once_and_before_any_problem_is_made(
+    kwargs: dict[str, Any], says: str
+) -> None:
+    evaluated = ("e", "reasoning_gym:chain_sum@[:4]")
+    config = made_config(
+        prompt_data="reasoning_gym:chain_sum",
+        prompt_data_kwargs=kwargs,
+        eval_prompt_data=evaluated,
+    )
+    (problem,) = check(config)
+    assert (problem.flag, problem.value) == ("--prompt-data-kwargs", kwargs)
+    assert says in problem.remedy
+
+
+def test_a_slice_that_leaves_no_problem_of_a_family_is_refused_without_making_them() -> None:
+    spec = "reasoning_gym:chain_sum@[64:]"
+    (problem,) = check(made_config(prompt_data=spec, prompt_data_kwargs={"size": 64}))
+    assert (problem.flag, problem.value) == ("--prompt-data", spec)
+    assert "no problem is left of 64" in problem.remedy
+    assert check(made_config(prompt_data=spec, prompt_data_kwargs={"size": 65})) == []
+
+
+def test_the_defaults_of_every_family_are_accepted() -> None:
+    from reasoning_gym.factory import DATASETS
+
+    refused = {
+        family: problems
+        for family in DATASETS
+        if family != "composite"  # It has no default.
+        and (problems := check(made_config(prompt_data=f"reasoning_gym:{family}")))
+    }
+    assert refused == {}
+
+
 def test_a_reasoning_gym_family_is_a_source_that_is_the_same_each_time(tokenizer: Any) -> None:
     settings = {"prompt_data_kwargs": {"size": 6, "min_terms": 2, "max_terms": 2}}
     spec = "reasoning_gym:chain_sum@[2:5]"
