@@ -15,7 +15,7 @@ from miles.contracts.types import Prompt
 from miles.core import logging
 from miles.rollout import gym, template_check
 from miles.rollout.chat_template import ChatTemplate
-from miles.rollout.rewards.table import reads_label
+from miles.rollout.rewards.table import BOXED_PREFIX, REMOTE, asks_remote, reads_label
 from miles.rollout.row_parser import RowParser
 from miles.rollout.rows import (
     GYM_KEYS,
@@ -50,6 +50,7 @@ def check(config: MilesConfig) -> list[Problem]:
     evaluation = evaluation_config(config)
     data_sets += [("--eval-prompt-data", eval_spec, evaluation) for eval_spec in pairs[1::2]]
     template = list[Problem]()
+    remote = _needs_address_by_flags(config)
     for flag, spec, settings in data_sets:
         try:
             rows, parser = usable_rows(flag, spec, settings)
@@ -57,9 +58,29 @@ def check(config: MilesConfig) -> list[Problem]:
             # Two sets of families have the same arguments: what is wrong with them is said once.
             problems += [p for p in error.problems if p not in problems]
             continue
+        remote = remote or _names_remote(rows, parser)
         # One template renders them all: what is wrong with it is said of the first.
         template = template or template_check.check_rows(settings, f"{flag} {spec}", rows, parser)
+    if not remote and not problems:
+        remedy = (
+            "applies only with --rm-type remote_rm, or to rows whose metadata.rm_type is remote_rm; "
+            "change that or leave this out"
+        )
+        problems.append(Problem("--rm-url", config.reward.rm_url, remedy))
     return [*problems, *template]
+
+
+def _needs_address_by_flags(config: MilesConfig) -> bool:
+    """Whether the flags alone settle that --rm-url has its place, or is not there."""
+    reward, hooks = config.reward, config.hooks
+    by_type = (reward.rm_type or "").removeprefix(BOXED_PREFIX) == REMOTE
+    elsewhere = hooks.custom_rm_path is not None or hooks.data_source_path is not None
+    return reward.rm_url is None or by_type or elsewhere
+
+
+def _names_remote(rows: Sequence[Row], parser: RowParser) -> bool:
+    prompts = map(parser.parse, rows)
+    return any(isinstance(p, Prompt) and asks_remote(p.metadata) for p in prompts)
 
 
 def usable_rows(flag: str, spec: str, config: MilesConfig) -> tuple[list[Row], RowParser]:

@@ -511,6 +511,7 @@ SPOILS: dict[str, tuple[str, ...]] = {
     "grpo_std_normalization": (*REINFORCE, "--normalize-advantages"),
     "rewards_normalization": (*REINFORCE, "--normalize-advantages"),
     "update_weight_transfer_mode": ("--colocate",),
+    "rm_url": ("--prompt-data", "reasoning_gym:chain_sum"),
     **dict.fromkeys(OF_LAUNCHED_ENGINES, EXTERNAL),
 }
 ROWS = [(number, dest) for number, row in enumerate(APPLIES) for dest in row.dests]

@@ -146,6 +146,55 @@ def test_rows_that_no_reward_can_score_are_refused_when_flags_are_parsed(tmp_pat
         )
 
 
+def test_rows_that_no_family_of_reasoning_gym_grades_are_refused_when_flags_are_parsed(
+    tmp_path: Path,
+) -> None:
+    recipe = {"family": "chain_sum", "kwargs": {"seed": 1}, "index": 0}
+    metadata: list[dict[str, Any]] = [
+        {"source_dataset": "chain_sum"},
+        {"source_dataset": "chain_sun"},
+        {"source_dataset": None},
+        {"reasoning_gym": recipe},
+        {"reasoning_gym": {**recipe, "family": "nosuch"}},
+        {"reasoning_gym": "chain_sum"},
+    ]
+    rows = [
+        {"input": "a", "y": "1", "metadata": {"rm_type": "reasoning_gym", **m}} for m in metadata
+    ]
+    spec = write_rows(tmp_path / "d.jsonl", rows)
+    (problem,) = check(made_config(prompt_data=spec, rm_type="random", label_key="y"))
+    assert (problem.flag, problem.value) == ("--prompt-data", spec)
+    assert "4 rows cannot be used" in problem.remedy
+    family = "reasoning-gym has no such family"
+    said = {
+        2: f"metadata.source_dataset is 'chain_sun': {family}; did you mean chain_sum",
+        3: f"metadata.source_dataset is None: {family}; it has ab, acre",
+        5: f"metadata.reasoning_gym.family is 'nosuch': {family}",
+        6: "metadata.reasoning_gym must be {family, kwargs, index}",
+    }
+    for number, what in said.items():
+        assert f"line {number}: {what}" in problem.remedy
+
+
+def test_a_row_with_a_remote_reward_needs_its_address_which_needs_such_a_row(
+    tmp_path: Path,
+) -> None:
+    remote = {"input": "a", "metadata": {"rm_type": "remote_rm"}}
+    spec = write_rows(tmp_path / "d.jsonl", [{"input": "a"}, remote])
+    (problem,) = check(made_config(prompt_data=spec, rm_type="random"))
+    assert problem.flag == "--prompt-data"
+    assert "line 2: metadata.rm_type is remote_rm; give its address (--rm-url)" in problem.remedy
+    url = "http://host:80/rm"
+    assert check(made_config(prompt_data=spec, rm_type="random", rm_url=url)) == []
+    without = made_config(prompt_data=f"{spec}@[:1]", rm_type="random", rm_url=url)
+    (problem,) = check(without)
+    assert (problem.flag, problem.value) == ("--rm-url", url)
+    evaluated = made_config(
+        prompt_data=f"{spec}@[:1]", eval_prompt_data=("e", spec), rm_type="random", rm_url=url
+    )
+    assert check(evaluated) == []
+
+
 @pytest.mark.parametrize(
     ("rows", "wanted"),
     [
