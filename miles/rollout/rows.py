@@ -191,10 +191,10 @@ def _read_parquet(path: Path) -> list[Row | BadRow]:
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowException as error:
-        return [BadRow("the file", f"not a readable parquet file ({error})")]
-    return [Row(f"row {number}", values) for number, values in enumerate(table.to_pylist(), 1)]
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        return [BadRow("the file", f"not a readable parquet file ({error}); write it again")]
+    return [Row(f"row {number}", values) for number, values in enumerate(rows, 1)]
 
 
 READERS: dict[str, Callable[[Path], list[Row | BadRow]]] = {

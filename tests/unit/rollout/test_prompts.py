@@ -117,6 +117,27 @@ def test_columns_of_a_parquet_file_that_became_floats_are_refused(
     assert "row 2: 'y' cannot be written as JSON" in message
 
 
+@pytest.mark.parametrize("what", ["page header", "values", "text"])
+def test_a_damaged_parquet_file_is_refused(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "d.parquet"
+    text = "a text"
+    plain: dict[str, Any] = {"compression": "none", "use_dictionary": False}
+    table = pyarrow.table({"input": [text] * 9})
+    pyarrow.parquet.write_table(table, path, write_statistics=False, **plain)
+    content = bytearray(path.read_bytes())
+    first = content.index(text.encode())
+    start, stop = {
+        "page header": (4, 24),
+        "values": (first - 4, first),
+        "text": (first, first + 1),
+    }[what]
+    content[start:stop] = b"\xff" * (stop - start)
+    path.write_bytes(content)
+    (problem,) = check(made_config(prompt_data=str(path), rm_type="random"))
+    assert (problem.flag, problem.value) == ("--prompt-data", str(path))
+    assert "the file: not a readable parquet file (" in problem.remedy
+
+
 def test_rows_that_no_reward_can_score_are_refused_when_flags_are_parsed(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"input": "a"},
