@@ -179,7 +179,7 @@ def _parse_line(where: str, line: bytes) -> Row | BadRow:
         return BadRow(where, "a byte order mark inside the file; remove it")
     try:
         values = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return BadRow(where, f"not JSON ({error}); write one object a line")
     if not isinstance(values, dict):
         return BadRow(where, f"{type(values).__name__} instead of an object; write {{...}}")

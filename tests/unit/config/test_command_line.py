@@ -280,3 +280,9 @@ def test_help_is_nothing_for_a_file(tmp_path: Path, name: str) -> None:
     path.write_text(f"{name}: true\n")
     (problem,) = read_command_line(["--config", str(path)]).problems
     assert "has no place in a file" in problem.remedy
+
+
+def test_a_number_of_thousands_of_digits_hides_no_other_problem() -> None:
+    line = read_command_line(["--num-rollout", "7" * 5000, "--lr", "fast"])
+    assert {problem.flag for problem in line.problems} == {"--num-rollout", "--lr"}
+    assert max(len(str(problem)) for problem in line.problems) < 600
