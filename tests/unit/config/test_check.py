@@ -86,7 +86,16 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
         ("--rollout-stop-token-ids", "1", "-1"),
         (),
     ),
-    (ranges.environment_is_text, "--train-env-vars", ("--train-env-vars", '{"A": 1}'), ()),
+    *(
+        (ranges.environment_is_text, "--train-env-vars", ("--train-env-vars", variables), ())
+        for variables in (
+            '{"A": 1}',
+            '{"": "z"}',
+            '{"A=B": "y"}',
+            '{"A\\u0000": "y"}',
+            '{"A": "y\\u0000"}',
+        )
+    ),
     (
         ranges.exports_have_their_own_path,
         "--save-hf",
@@ -485,6 +494,30 @@ def test_a_supervised_run_needs_neither_engines_nor_rewards(resolved: Resolved) 
 def test_a_supervised_run_that_evaluates_needs_both(resolved: Resolved) -> None:
     argv = (*SFT, *EVAL, "--rm-type", "math", "--rollout-num-gpus", "1")
     assert check(*resolved(*argv, "--eval-max-response-len", "8", without=NOT_SFT)) == []
+
+
+WITHOUT_EFFECT_IN_SFT = [
+    ("--rm-timeout-s", "9"),
+    ("--rm-max-retries", "1"),
+    ("--rm-default", "1"),
+    ("--deterministic-rollout",),
+    ("--pause-generation-mode", "abort"),
+    ("--rollout-health-check-timeout", "9"),
+    ("--update-weight-transfer-mode", "broadcast"),
+    ("--colocate",),
+    ("--offload-rollout",),
+]
+
+
+@pytest.mark.parametrize("argv", WITHOUT_EFFECT_IN_SFT)
+def test_what_engines_and_rewards_alone_read_has_no_place_in_supervised_training(
+    resolved: Resolved, argv: tuple[str, ...]
+) -> None:
+    config, given = resolved(*SFT, *argv, without=NOT_SFT)
+    assert [p.flag for p in flags_given_have_an_effect(config, given)] == [argv[0]]
+    evaluated = (*SFT, *EVAL, "--rm-type", "math", "--rollout-num-gpus", "1", *argv)
+    config, given = resolved(*evaluated, "--eval-max-response-len", "8", without=NOT_SFT)
+    assert flags_given_have_an_effect(config, given) == []
 
 
 def test_recorded_rollouts_need_no_engines(resolved: Resolved) -> None:
