@@ -10,6 +10,7 @@ import xxhash
 
 from miles.config.errors import ConfigError, Problem
 from miles.config.root import MilesConfig
+from miles.config.rules.problems import problem
 from miles.contracts.hooks import DataSource, load_hook
 from miles.contracts.types import Prompt
 from miles.core import logging
@@ -152,6 +153,7 @@ class PromptSource:
         spec = config.data.prompt_data
         if spec is None:
             raise ConfigError([Problem("--prompt-data", None, "give the prompts")])
+        self._config = config
         self._prompts = load_prompts("--prompt-data", spec, config, tokenizer)
         self._seed = config.data.rollout_seed if config.data.rollout_shuffle else None
         self._position = 0
@@ -179,17 +181,19 @@ class PromptSource:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ``ConfigError`` when the state is of other data, another seed or shuffling."""
-        for key, flag in (
-            ("num_prompts", "--prompt-data"),
-            ("fingerprint", "--prompt-data"),
-            ("shuffle_seed", "--rollout-seed, --rollout-shuffle"),
-        ):
+        of_data = _dests_of_data(self._config)
+        differences = {
+            "num_prompts": (of_data, f"{state['num_prompts']} prompts, these are {len(self)}"),
+            "fingerprint": (of_data, "other prompts"),
+            "shuffle_seed": (("rollout_seed", "rollout_shuffle"), "another order of prompts"),
+        }
+        for key, (dests, what) in differences.items():
             if state[key] != self._identity[key]:
                 remedy = (
-                    f"the checkpoint is of another stream of prompts ({key} {state[key]}): resume "
-                    "with the same data and flags, or start a new run without --load"
+                    f"the checkpoint is of a run with {what}: resume with the same data and flags, "
+                    "or start a new run without --load"
                 )
-                raise ConfigError([Problem(flag, self._identity[key], remedy)])
+                raise ConfigError([problem(self._config, *dests, remedy=remedy)])
         self._position = state["position"]
 
     def _at(self, position: int) -> Prompt:
@@ -200,6 +204,15 @@ class PromptSource:
                 random.Random(self._seed + epoch).shuffle(order)
             self._order_epoch, self._order = epoch, order
         return replace(self._prompts[self._order[offset]], group_id=position)
+
+
+def _dests_of_data(config: MilesConfig) -> tuple[str, ...]:
+    """Which flags say what the prompts are."""
+    data = config.data
+    if parse_spec(str(data.prompt_data)).family is None:
+        return ("prompt_data",)
+    seed = () if "seed" in data.prompt_data_kwargs else ("rollout_seed",)
+    return ("prompt_data", "prompt_data_kwargs", *seed)
 
 
 def load_prompts(flag: str, spec: str, config: MilesConfig, tokenizer: Any) -> list[Prompt]:

@@ -438,6 +438,17 @@ def test_the_rule_refuses_and_names_the_flags(
     assert problems[0].remedy
 
 
+@pytest.mark.parametrize(
+    "argv", [EVAL[:3], ("--eval-function-path", "a.b"), (*EVAL[:3], "--eval-function-path", "a.b")]
+)
+def test_the_interval_is_asked_for_by_the_flag_that_was_given(
+    resolved: Resolved, argv: tuple[str, ...]
+) -> None:
+    (found,) = required.companions_are_given(*resolved(*argv))
+    assert found.flag == "--eval-interval"
+    assert f"required with {argv[0]}:" in found.remedy
+
+
 def test_every_rule_has_a_case() -> None:
     assert {case[0] for case in CASES} == set(CHECK)
     assert len(CHECK) == len(set(CHECK))

@@ -1,5 +1,6 @@
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -406,6 +407,41 @@ def test_a_state_of_another_stream_is_refused(
     other = PromptSource(made_config(**settings), tokenizer)
     with pytest.raises(ConfigError, match=flag):
         other.load_state_dict(source.state_dict())
+
+
+def test_a_state_of_other_prompts_names_the_flags_with_their_own_values(
+    numbered: str, tokenizer: Any
+) -> None:
+    state = source_of(tokenizer, numbered).state_dict()
+    message = rf"--prompt-data = '{numbered}@[:2]': the checkpoint is of a run with 10 prompts, "
+    with pytest.raises(ConfigError, match=f"{re.escape(message)}these are 2: resume"):
+        source_of(tokenizer, f"{numbered}@[:2]").load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (
+            {"prompt_data_kwargs": {"size": 3, "seed": 1}},
+            {"prompt_data_kwargs": {"size": 3, "seed": 1, "max_digits": 2}},
+            "--prompt-data, --prompt-data-kwargs = ('reasoning_gym:chain_sum', "
+            "{'size': 3, 'seed': 1, 'max_digits': 2}): the checkpoint is of a run with other",
+        ),
+        (
+            {"prompt_data_kwargs": {"size": 3}},
+            {"prompt_data_kwargs": {"size": 3}, "rollout_seed": 7},
+            "--prompt-data, --prompt-data-kwargs, --rollout-seed = ('reasoning_gym:chain_sum', "
+            "{'size': 3}, 7): the checkpoint is of a run with other prompts",
+        ),
+    ],
+)
+def test_a_state_of_other_problems_of_a_family_names_its_arguments(
+    tokenizer: Any, before: dict[str, Any], after: dict[str, Any], says: str
+) -> None:
+    spec = "reasoning_gym:chain_sum"
+    state = source_of(tokenizer, spec, **before).state_dict()
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        source_of(tokenizer, spec, **after).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
