@@ -83,7 +83,9 @@ def _check_model_type(folder: Path) -> None:
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         raise CheckpointDirError(f"{folder / 'config.json'} names no model_type")
-    if model_type not in transformers_source.listed_model_types() and not _is_known_to_transformers(model_type):
+    if model_type not in transformers_source.listed_model_types() and not _is_known_to_transformers(
+        model_type
+    ):
         raise CheckpointDirError(
             f"{folder / 'config.json'} is of the model_type {model_type!r}, which the installed "
             "transformers does not know; correct it, or install a version that does"

@@ -175,7 +175,9 @@ def environment_is_text(config: MilesConfig, given: Given) -> list[Problem]:
             "one character, no '=' and no NUL"
         )
     if wrong := [k for k, v in variables.items() if isinstance(v, str) and "\0" in v]:
-        remedies.append(f"the value of {', '.join(wrong)} holds a NUL, which ends a text; remove it")
+        remedies.append(
+            f"the value of {', '.join(wrong)} holds a NUL, which ends a text; remove it"
+        )
     return [problem(config, "train_env_vars", remedy=remedy) for remedy in remedies]
 
 

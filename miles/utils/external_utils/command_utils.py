@@ -10,7 +10,9 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from miles.config.errors import ConfigError
 from miles.core import owned
+from miles.utils.arguments import read_config, refusal
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -50,6 +52,22 @@ def run_train(
     code = run_owned(command, environment or {})
     if code != 0:
         sys.exit(code)
+
+
+def require_flags(flags: Mapping[str, FlagValue], model: Path, *, more: Sequence[str] = ()) -> None:
+    """End this process with code 2 and every problem that ``train.py`` would have with its flags.
+
+    Called before ``model`` (their --hf-checkpoint) is made, which takes long: what is said of that
+    flag, and what needs the model, is left to ``train.py``.
+    """
+    if model.exists():
+        return
+    try:
+        read_config([*to_argv(flags), *more])
+    except ConfigError as error:
+        problems = [p for p in error.problems if p.flag != "--hf-checkpoint"]
+        if problems:
+            raise refusal(ConfigError(problems)) from None
 
 
 def run_owned(
