@@ -1,4 +1,4 @@
-"""Task families of reasoning-gym as prompt data: what their arguments may be, and their problems."""
+"""Task families of reasoning-gym as prompt data: their arguments, checked, and their problems."""
 
 from typing import Any, get_type_hints
 

@@ -64,8 +64,8 @@ def check(config: MilesConfig) -> list[Problem]:
         template = template or template_check.check_rows(settings, f"{flag} {spec}", rows, parser)
     if not remote and not problems:
         remedy = (
-            "applies only with --rm-type remote_rm, or to rows whose metadata.rm_type is remote_rm; "
-            "change that or leave this out"
+            "applies only with --rm-type remote_rm, or to rows whose metadata.rm_type is "
+            "remote_rm; change that or leave this out"
         )
         problems.append(Problem("--rm-url", config.reward.rm_url, remedy))
     return [*problems, *template]

@@ -189,7 +189,7 @@ def test_weights_of_other_sizes_than_the_config_are_named(
 
 def test_weights_of_fewer_layers_than_the_config_are_told(model: Path) -> None:
     write_config(model, num_hidden_layers=3, layer_types=["full_attention"] * 3)
-    with pytest.raises(CheckpointDirError, match="weights have 2 layers, but config.json says 3"):
+    with pytest.raises(CheckpointDirError, match=r"weights have 2 layers, but config\.json says 3"):
         check_directory(str(model))
 
 
