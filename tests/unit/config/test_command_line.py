@@ -152,7 +152,7 @@ def test_numbers_that_mean_what_they_look_like_are_read(
     ("content", "says"),
     [
         (b"a: [", "is not YAML"),
-        (b"a: " + b"[" * 5000 + b"]" * 5000, "is not YAML"),
+        (b"a: " + b"[" * 1000 + b"]" * 1000, "is not YAML"),
         (b"- a", "must hold a mapping"),
         (b"\xff\xfe\x00", "cannot be read"),
     ],
