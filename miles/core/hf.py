@@ -146,7 +146,7 @@ def _check_fit(path: str, shapes: dict[str, hf_weights.Shape]) -> None:
         found = hf_weights.misfits(shapes, load_config(path))
         reason = f"its weights do not fit: {'; '.join(found[:3])}" if found else None
     if reason is not None:
-        raise CheckpointDirError(f"{path!r}: {reason}; config.json is of another model")
+        raise CheckpointDirError(f"{path!r}: {reason}; give the config.json of these weights")
 
 
 def load_config(path: str) -> Any:
