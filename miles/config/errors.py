@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+MAX_SHOWN = 400
+"""Characters of a value in a message; the rest would hide what is said of it."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -25,7 +28,10 @@ def _shown(value: object) -> str:
         return "on" if value else "off"
     if isinstance(value, tuple) and any(isinstance(part, bool) for part in value):
         return f"({', '.join(map(_shown, value))})"
-    return repr(value)
+    shown = repr(value)
+    if len(shown) <= MAX_SHOWN:
+        return shown
+    return f"{shown[:MAX_SHOWN]}... ({len(shown)} characters)"
 
 
 class ConfigError(ValueError):

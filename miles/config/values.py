@@ -12,6 +12,14 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 ITEM_SEPARATOR = "\0"
 """Joins the items of a YAML list in one argument; a real argument cannot contain it."""
 
+MAX_DIGITS = 18
+"""Of a whole number: what 64 bits hold. Python itself refuses to read some thousands."""
+
+MAX_DEPTH = 100
+"""Levels of objects and lists in a JSON value."""
+
+_TOO_DEEP = f"is nested deeper than {MAX_DEPTH} levels; make it flatter"
+
 
 @dataclass(frozen=True)
 class Invalid:
@@ -90,6 +98,8 @@ def _to_text(text: str) -> str | Invalid:
 def _to_int(text: str) -> int | Invalid:
     if re.fullmatch(r"[+-]?\d+", text) is None:
         return Invalid(text, "must be a whole number")
+    if len(text) > MAX_DIGITS:
+        return Invalid(text, f"must be a whole number of at most {MAX_DIGITS} characters")
     return int(text)
 
 
@@ -104,9 +114,24 @@ def _to_float(text: str) -> float | Invalid:
 def _to_object(text: str) -> dict[str, Any] | Invalid:
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        return Invalid(text, _TOO_DEEP)
     except ValueError as error:
         return Invalid(text, f"must be a JSON object in quotes such as '{{\"key\": 1}}' ({error})")
-    return value if isinstance(value, dict) else Invalid(text, "must be a JSON object ({...})")
+    if not isinstance(value, dict):
+        return Invalid(text, "must be a JSON object ({...})")
+    return Invalid(text, _TOO_DEEP) if _is_deep(value) else value
+
+
+def _is_deep(value: Any) -> bool:
+    """Deeper than what copies it can follow."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = [part.values() if isinstance(part, dict) else part for part in level]
+        level = [v for part in inner for v in part if isinstance(v, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,8 @@ def read_arguments(path: str, specs: Sequence[FlagSpec]) -> tuple[list[str], lis
     """
     names = {option.removeprefix("--"): (spec, option) for spec in specs for option in spec.options}
     arguments: list[str] = []
-    problems: list[Problem] = []
     seen: dict[str, str] = {}
-    content, repeated = _load(path)
-    for key in repeated:
-        remedy = f"stands more than once in {path}; leave one"
-        problems.append(Problem(f"--{key.replace('_', '-')}", content.get(key), remedy))
+    content, problems = _load(path)
     for key, value in content.items():
         name = str(key).replace("_", "-")
         spec, option = names.get(name, (None, f"--{name}"))
@@ -46,25 +43,90 @@ def read_arguments(path: str, specs: Sequence[FlagSpec]) -> tuple[list[str], lis
     return arguments, problems
 
 
-def _load(path: str) -> tuple[Mapping[Any, Any], list[str]]:
-    """The mapping, and the keys that stand in it more than once: YAML takes the last of them."""
+def _load(path: str) -> tuple[Mapping[Any, Any], list[Problem]]:
+    """The mapping without the keys that have a problem, which are those whose value is not read as
+    it is written, and with the last of those that stand in it more than once."""
     import yaml
 
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-        content, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8-sig"))
+        node = loader.get_single_node()
+        if node is None:
+            return {}, []
+        if not isinstance(node, yaml.MappingNode):
+            remedy = "must hold a mapping of flag names to values, such as 'lr: 1e-6'"
+            raise ConfigError([Problem("--config", path, remedy)])
+        pairs = [(key, value, _fault(loader, [key, value])) for key, value in node.value]
+        node.value = [(key, value) for key, value, fault in pairs if fault is None]
+        content = loader.construct_document(node)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem("--config", path, f"cannot be read: {error}")]) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError([Problem("--config", path, f"is not YAML: {error}")]) from error
-    if content is None:
-        return {}, []
-    if not isinstance(content, dict):
-        remedy = "must hold a mapping of flag names to values, such as 'lr: 1e-6'"
-        raise ConfigError([Problem("--config", path, remedy)])
-    assert isinstance(node, yaml.MappingNode)
-    counts = Counter(str(key.value) for key, _ in node.value)
-    return content, [key for key, count in counts.items() if count > 1]
+    problems = [
+        Problem(_flag(str(key.value)), fault.written, f"{fault.remedy} ({path}, line {fault.line})")
+        for key, _, fault in pairs
+        if fault is not None
+    ]
+    counts = Counter(str(key.value) for key, _, _ in pairs)
+    problems += [
+        Problem(_flag(key), content.get(key), f"stands more than once in {path}; leave one")
+        for key, count in counts.items()
+        if count > 1
+    ]
+    return content, problems
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """A value that does not mean what it looks like."""
+
+    written: str
+    remedy: str
+    line: int
+    """Counted from 1."""
+
+
+def _fault(loader: Any, nodes: Sequence[Any]) -> _Fault | None:
+    """The first such value in these nodes of a file and in all below them."""
+    faults = (
+        _fault_of_scalar(loader, node)
+        if isinstance(node.value, str)
+        else _fault(loader, [part for parts in node.value for part in _parts(parts)])
+        for node in nodes
+    )
+    return next((fault for fault in faults if fault is not None), None)
+
+
+def _parts(item: Any) -> tuple[Any, ...]:
+    """A key with its value in a mapping, or one item of a list."""
+    return item if isinstance(item, tuple) else (item,)
+
+
+def _fault_of_scalar(loader: Any, node: Any) -> _Fault | None:
+    kind, written = node.tag.rpartition(":")[2], node.value
+    line = node.start_mark.line + 1
+    try:
+        value = loader.construct_object(node)
+    except ValueError as error:
+        remedy = f"is no {kind} ({error}); correct it, or put quotes around a text"
+        return _Fault(written, remedy, line)
+    if kind not in ("int", "float") or not _is_read_otherwise(written, value):
+        return None
+    remedy = f"YAML reads it as the number {value}; write a number in decimal, a text in quotes"
+    return _Fault(written, remedy, line)
+
+
+def _is_read_otherwise(written: str, value: float) -> bool:
+    """Whether YAML 1.1 makes another number of it than a reader: base 60, or base 8."""
+    digits = written.replace("_", "").lstrip("+-")
+    if ":" in digits:
+        return True
+    return digits.isdecimal() and abs(value) != int(digits)
+
+
+def _flag(key: str) -> str:
+    return f"--{key.replace('_', '-')}"
 
 
 def _arguments(spec: FlagSpec | None, option: str, value: object) -> list[str]:

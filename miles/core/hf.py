@@ -1,11 +1,11 @@
 """The only loader of Hugging Face configs and tokenizers."""
 
 import copy
-import importlib.util
 import json
-import re
 from pathlib import Path
 from typing import Any
+
+from miles.core import hf_weights, transformers_source
 
 
 class CheckpointDirError(ValueError):
@@ -83,23 +83,16 @@ def _check_model_type(folder: Path) -> None:
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         raise CheckpointDirError(f"{folder / 'config.json'} names no model_type")
-    if model_type not in _listed_model_types() and not _is_known_to_transformers(model_type):
+    if model_type not in transformers_source.listed_model_types() and not _is_known_to_transformers(
+        model_type
+    ):
         raise CheckpointDirError(
             f"{folder / 'config.json'} is of the model_type {model_type!r}, which the installed "
             "transformers does not know; correct it, or install a version that does"
         )
-
-
-def _listed_model_types() -> frozenset[str]:
-    """Most names of transformers' table, read as text: its import takes seconds and torch's too.
-
-    Empty where the table lies elsewhere; what is not listed is left to transformers itself.
-    """
-    spec = importlib.util.find_spec("transformers")
-    folders = (spec.submodule_search_locations if spec is not None else None) or []
-    tables = [Path(folder) / "models" / "auto" / "auto_mappings.py" for folder in folders]
-    texts = [table.read_text(encoding="utf-8") for table in tables if table.is_file()]
-    return frozenset(re.findall(r'\("([\w.-]+)", "\w+Config"\)', "\n".join(texts)))
+    if transformers_source.doubtful_keys(values):
+        # It takes torch's seconds, which a config that reads like its class is spared.
+        load_config(str(folder))
 
 
 def _is_known_to_transformers(model_type: str) -> bool:
@@ -114,28 +107,63 @@ def _check_tokenizer(folder: Path) -> None:
         if not file.is_file():
             continue
         try:
-            json.loads(file.read_text(encoding="utf-8"))
+            content = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointDirError(f"{file} is not JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise CheckpointDirError(f"{file} holds no JSON object")
+        if name == "tokenizer.json" and not isinstance(content.get("model"), dict):
+            raise CheckpointDirError(
+                f"{file} has no 'model', so it is no tokenizer; copy that of the checkpoint again"
+            )
 
 
 def _check_weights(folder: Path) -> None:
-    from safetensors import SafetensorError, safe_open
+    missing = hf_weights.missing_file(folder)
+    if missing is not None:
+        raise CheckpointDirError(missing)
+    from safetensors import SafetensorError
 
+    shapes: dict[str, hf_weights.Shape] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
-            # Reads the header, and that the file is as long as it says.
-            with safe_open(file, framework="numpy"):
-                pass
+            shapes |= hf_weights.read_shapes(file)
         except (OSError, SafetensorError) as error:
             raise CheckpointDirError(f"{file} is damaged or cut short: {error}") from error
+    _check_fit(str(folder), shapes)
+
+
+def _check_fit(path: str, shapes: dict[str, hf_weights.Shape]) -> None:
+    """The weights are of the model that ``config.json`` describes, as far as that is quickly told.
+
+    Those of a quantized one have shapes of their own.
+    """
+    if "quantization_config" in read_config(path):
+        return
+    text = _stated_text_config(path)
+    reason = hf_weights.missing_layers(shapes, text)
+    if reason is None and hf_weights.raises_doubt(shapes, text):
+        found = hf_weights.misfits(shapes, load_config(path))
+        reason = f"its weights do not fit: {'; '.join(found[:3])}" if found else None
+    if reason is not None:
+        raise CheckpointDirError(f"{path!r}: {reason}; give the config.json of these weights")
 
 
 def load_config(path: str) -> Any:
-    """The transformers config of a checkpoint directory."""
+    """The transformers config of a checkpoint directory.
+
+    Raises ``CheckpointDirError`` for values that its class refuses.
+    """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(path, trust_remote_code=True)
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=True)
+    except (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        text = " ".join(str(error).split())
+        raise CheckpointDirError(
+            f"{Path(path) / 'config.json'} makes no model ({text}); correct it"
+        ) from error
 
 
 def architecture(config: Any) -> str:

@@ -1,12 +1,13 @@
 """Failures of actors, told so that a user can act: which actor, which rollout, and the cause."""
 
 import asyncio
+import itertools
 import re
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError, UnserializableException
 
 DEATH_NOTICE_S = 3.0
 """The other ranks of a collective notice a process's death before Ray reports it."""
@@ -30,7 +31,20 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, RayActorError):
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return f"the process died: {lines[-1]}"
+    if isinstance(error, UnserializableException):
+        return _last_error(str(error))
     return f"{type(error).__name__}: {error}"
+
+
+def _last_error(trace: str) -> str:
+    """The error at the end of a formatted traceback, in one line: all that is left of one whose
+    class does not unpickle."""
+    lines = trace.splitlines()
+    frames = [i for i, line in enumerate(lines) if line.startswith('  File "')]
+    rest = lines[frames[-1] + 1 :] if frames else lines
+    # Below the frame may stand its source and marks, both of them indented.
+    message = list(itertools.dropwhile(lambda line: line.startswith(" "), rest))
+    return " ".join(line.strip() for line in message if line.strip()) or lines[-1].strip()
 
 
 async def call(name: str, reference: Awaitable[Any], *, during: str) -> Any:

@@ -24,6 +24,7 @@ from miles.contracts.types import Group, Status
 from miles.core import logging
 from miles.rollout.backlog import Backlog, Work
 from miles.rollout.rewards.score import RewardError, describe, score
+from miles.rollout.rewards.table import naming_of
 from miles.rollout.steps import (
     MAX_TRIES,
     GenerationError,
@@ -88,6 +89,8 @@ class _Run:
     num_scored: int = 0
     reward_errors: list[Exception] = field(default_factory=list[Exception])
     """One for each sample that counts as --rm-default."""
+    failed_rewards: set[str] = field(default_factory=set[str])
+    """Which rewards these errors are of, as a user names them."""
     aborts: Counter[int] = field(default_factory=Counter[int])
     """By group: how often something else than this rollout aborted it."""
     dropped_in_row: int = 0
@@ -196,7 +199,10 @@ class Collector:
         work.group = await generate_group(self._steps, work.prompt, context)
         if not work.aborted and not run.gate.closed:
             run.num_scored += sum(s.status is not Status.FAILED for s in work.group)
-            run.reward_errors += await score(work.group, self._steps.reward)
+            errors = await score(work.group, self._steps.reward)
+            run.reward_errors += errors
+            if errors:
+                run.failed_rewards.add(naming_of(work.prompt.metadata, self._config))
 
     def _settle(self, run: _Run, work: Work) -> None:
         """Keep a group, drop it, or give it back."""
@@ -258,10 +264,9 @@ class Collector:
         errors = run.reward_errors
         if not errors or len(errors) < run.num_scored:
             return
-        path = self._config.hooks.custom_rm_path
-        flag = f"--custom-rm-path {path}" if path else f"--rm-type {self._config.reward.rm_type}"
+        named = ", ".join(sorted(run.failed_rewards))
         raise RewardError(
-            f"none of {run.num_scored} responses got a reward ({flag}): {describe(errors[-1])}"
+            f"none of {run.num_scored} responses got a reward ({named}): {describe(errors[-1])}"
         )
 
     def _output(self, run: _Run) -> RolloutOutput:

@@ -10,12 +10,13 @@ import xxhash
 
 from miles.config.errors import ConfigError, Problem
 from miles.config.root import MilesConfig
+from miles.config.rules.problems import problem
 from miles.contracts.hooks import DataSource, load_hook
 from miles.contracts.types import Prompt
 from miles.core import logging
-from miles.rollout import template_check
+from miles.rollout import gym, template_check
 from miles.rollout.chat_template import ChatTemplate
-from miles.rollout.rewards.table import reads_label
+from miles.rollout.rewards.table import BOXED_PREFIX, REMOTE, asks_remote, reads_label
 from miles.rollout.row_parser import RowParser
 from miles.rollout.rows import (
     GYM_KEYS,
@@ -50,15 +51,37 @@ def check(config: MilesConfig) -> list[Problem]:
     evaluation = evaluation_config(config)
     data_sets += [("--eval-prompt-data", eval_spec, evaluation) for eval_spec in pairs[1::2]]
     template = list[Problem]()
+    remote = _needs_address_by_flags(config)
     for flag, spec, settings in data_sets:
         try:
             rows, parser = usable_rows(flag, spec, settings)
         except ConfigError as error:
-            problems += error.problems
+            # Two sets of families have the same arguments: what is wrong with them is said once.
+            problems += [p for p in error.problems if p not in problems]
             continue
+        remote = remote or _names_remote(rows, parser)
         # One template renders them all: what is wrong with it is said of the first.
         template = template or template_check.check_rows(settings, f"{flag} {spec}", rows, parser)
+    if not remote and not problems:
+        remedy = (
+            "applies only with --rm-type remote_rm, or to rows whose metadata.rm_type is "
+            "remote_rm; change that or leave this out"
+        )
+        problems.append(Problem("--rm-url", config.reward.rm_url, remedy))
     return [*problems, *template]
+
+
+def _needs_address_by_flags(config: MilesConfig) -> bool:
+    """Whether the flags alone settle that --rm-url has its place, or is not there."""
+    reward, hooks = config.reward, config.hooks
+    by_type = (reward.rm_type or "").removeprefix(BOXED_PREFIX) == REMOTE
+    elsewhere = hooks.custom_rm_path is not None or hooks.data_source_path is not None
+    return reward.rm_url is None or by_type or elsewhere
+
+
+def _names_remote(rows: Sequence[Row], parser: RowParser) -> bool:
+    prompts = map(parser.parse, rows)
+    return any(isinstance(p, Prompt) and asks_remote(p.metadata) for p in prompts)
 
 
 def usable_rows(flag: str, spec: str, config: MilesConfig) -> tuple[list[Row], RowParser]:
@@ -70,13 +93,15 @@ def usable_rows(flag: str, spec: str, config: MilesConfig) -> tuple[list[Row], R
     problems = check_spec(flag, spec)
     if problems:
         raise ConfigError(problems)
-    if parse_spec(spec).family is not None:
+    parsed = parse_spec(spec)
+    if parsed.family is not None:
+        gym.check_arguments(flag, spec, parsed.family, parsed.rows, config.data)
         parser = replace(_row_parser(config, GYM_KEYS), reads_label=lambda metadata: False)
         return [Row("a problem", {"question": "1 + 1 =", "answer": "2"})], parser
     rows, keys = read_rows(flag, spec, config.data)
     parser = _row_parser(config, keys)
-    parsed = [parser.parse(row) for row in rows]
-    refuse_bad_rows(flag, spec, [row for row in parsed if isinstance(row, BadRow)])
+    prompts = [parser.parse(row) for row in rows]
+    refuse_bad_rows(flag, spec, [row for row in prompts if isinstance(row, BadRow)])
     return [row for row in rows if isinstance(row, Row)], parser
 
 
@@ -128,6 +153,7 @@ class PromptSource:
         spec = config.data.prompt_data
         if spec is None:
             raise ConfigError([Problem("--prompt-data", None, "give the prompts")])
+        self._config = config
         self._prompts = load_prompts("--prompt-data", spec, config, tokenizer)
         self._seed = config.data.rollout_seed if config.data.rollout_shuffle else None
         self._position = 0
@@ -155,17 +181,19 @@ class PromptSource:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ``ConfigError`` when the state is of other data, another seed or shuffling."""
-        for key, flag in (
-            ("num_prompts", "--prompt-data"),
-            ("fingerprint", "--prompt-data"),
-            ("shuffle_seed", "--rollout-seed, --rollout-shuffle"),
-        ):
+        of_data = _dests_of_data(self._config)
+        differences = {
+            "num_prompts": (of_data, f"{state['num_prompts']} prompts, these are {len(self)}"),
+            "fingerprint": (of_data, "other prompts"),
+            "shuffle_seed": (("rollout_seed", "rollout_shuffle"), "another order of prompts"),
+        }
+        for key, (dests, what) in differences.items():
             if state[key] != self._identity[key]:
                 remedy = (
-                    f"the checkpoint is of another stream of prompts ({key} {state[key]}): resume "
-                    "with the same data and flags, or start a new run without --load"
+                    f"the checkpoint is of a run with {what}: resume with the same data and flags, "
+                    "or start a new run without --load"
                 )
-                raise ConfigError([Problem(flag, self._identity[key], remedy)])
+                raise ConfigError([problem(self._config, *dests, remedy=remedy)])
         self._position = state["position"]
 
     def _at(self, position: int) -> Prompt:
@@ -176,6 +204,15 @@ class PromptSource:
                 random.Random(self._seed + epoch).shuffle(order)
             self._order_epoch, self._order = epoch, order
         return replace(self._prompts[self._order[offset]], group_id=position)
+
+
+def _dests_of_data(config: MilesConfig) -> tuple[str, ...]:
+    """Which flags say what the prompts are."""
+    data = config.data
+    if parse_spec(str(data.prompt_data)).family is None:
+        return ("prompt_data",)
+    seed = () if "seed" in data.prompt_data_kwargs else ("rollout_seed",)
+    return ("prompt_data", "prompt_data_kwargs", *seed)
 
 
 def load_prompts(flag: str, spec: str, config: MilesConfig, tokenizer: Any) -> list[Prompt]:

@@ -14,8 +14,8 @@ import msgspec
 
 from miles.config.data import DataConfig
 from miles.config.errors import ConfigError, Problem
-from miles.config.values import did_you_mean
 from miles.core import logging
+from miles.rollout import gym
 
 log = logging.get(__name__)
 
@@ -87,13 +87,8 @@ def check_spec(flag: str, spec: str) -> list[Problem]:
     except ValueError as error:
         return [Problem(flag, spec, str(error))]
     if parsed.family is not None:
-        from reasoning_gym.factory import DATASETS
-
-        if parsed.family not in DATASETS:
-            families = sorted(DATASETS)
-            hint = did_you_mean(parsed.family, families) or f"it has {', '.join(families)}"
-            return [Problem(flag, spec, f"reasoning-gym has no such family; {hint}")]
-        return []
+        unknown = gym.unknown_family(parsed.family)
+        return [] if unknown is None else [Problem(flag, spec, unknown)]
     path = Path(parsed.path)
     if path.suffix not in READERS:
         return [Problem(flag, spec, f"give a file that ends in {' or '.join(READERS)}")]
@@ -112,7 +107,9 @@ def read_rows(flag: str, spec: str, data: DataConfig) -> tuple[list[Row | BadRow
         raise ConfigError(problems)
     parsed = parse_spec(spec)
     if parsed.family is not None:
-        rows, keys = _gym_rows(parsed.family, data), GYM_KEYS
+        entries = gym.make_entries(parsed.family, data)
+        rows = list[Row | BadRow](Row(f"problem {i}", entry) for i, entry in enumerate(entries))
+        keys = GYM_KEYS
     else:
         path = Path(parsed.path)
         rows = READERS[path.suffix](path)
@@ -182,7 +179,7 @@ def _parse_line(where: str, line: bytes) -> Row | BadRow:
         return BadRow(where, "a byte order mark inside the file; remove it")
     try:
         values = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return BadRow(where, f"not JSON ({error}); write one object a line")
     if not isinstance(values, dict):
         return BadRow(where, f"{type(values).__name__} instead of an object; write {{...}}")
@@ -194,41 +191,13 @@ def _read_parquet(path: Path) -> list[Row | BadRow]:
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowException as error:
-        return [BadRow("the file", f"not a readable parquet file ({error})")]
-    return [Row(f"row {number}", values) for number, values in enumerate(table.to_pylist(), 1)]
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        return [BadRow("the file", f"not a readable parquet file ({error}); write it again")]
+    return [Row(f"row {number}", values) for number, values in enumerate(rows, 1)]
 
 
 READERS: dict[str, Callable[[Path], list[Row | BadRow]]] = {
     ".jsonl": _read_jsonl,
     ".parquet": _read_parquet,
 }
-
-
-def _gym_rows(family: str, data: DataConfig) -> list[Row | BadRow]:
-    """A family's problems. Without a seed in ``--prompt-data-kwargs`` it is the rollout's.
-
-    The metadata says how to make the problem again, which is what its grader needs.
-    """
-    import reasoning_gym
-
-    settings = {"seed": data.rollout_seed, **data.prompt_data_kwargs}
-    try:
-        dataset = reasoning_gym.create_dataset(family, **settings)
-    except (TypeError, ValueError, AssertionError) as error:
-        remedy = f"reasoning-gym's {family} refuses these arguments: {error}"
-        raise ConfigError(
-            [Problem("--prompt-data-kwargs", data.prompt_data_kwargs, remedy)]
-        ) from error
-    rows: list[Row | BadRow] = []
-    for index in range(len(dataset)):
-        entry = dataset[index]
-        recipe = {"family": family, "kwargs": settings, "index": index}
-        values = {
-            "question": entry["question"],
-            "answer": entry["answer"],
-            "metadata": {"reasoning_gym": recipe},
-        }
-        rows.append(Row(f"problem {index}", values))
-    return rows

@@ -3,11 +3,11 @@ ranks; ``tools/convert_*.py`` are the command lines.
 """
 
 import argparse
-import dataclasses
 import math
 import os
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -32,11 +32,12 @@ from miles.backends.training_utils.hf_export import (  # noqa: E402
 from miles.backends.training_utils.hf_files import HFFiles  # noqa: E402
 from miles.config.checkpoint import CheckpointConfig  # noqa: E402
 from miles.config.cluster import ClusterConfig  # noqa: E402
-from miles.config.command_line import Foreign, read_command_line  # noqa: E402
+from miles.config.command_line import CommandLine, Foreign, read_command_line  # noqa: E402
 from miles.config.errors import ConfigError, Problem  # noqa: E402
 from miles.config.precision import PrecisionConfig  # noqa: E402
 from miles.config.rollout import RolloutConfig  # noqa: E402
 from miles.config.root import MilesConfig  # noqa: E402
+from miles.config.rules.problems import problem  # noqa: E402
 from miles.contracts.types import NamedTensor  # noqa: E402
 from miles.core import distributed, hf, logging  # noqa: E402
 
@@ -122,9 +123,7 @@ def _config(
     except hf.CheckpointDirError as error:
         raise ConfigError([Problem("--hf-checkpoint", hf_checkpoint, str(error))]) from error
     line = read_command_line(megatron_flags)
-    remedy = "is no flag of Megatron's model or layout, which is all that a conversion takes"
-    names = sorted(f"--{name.replace('_', '-')}" for name in line.given)
-    problems = [Problem(name, "given", remedy) for name in names]
+    problems, flags = _misplaced(line)
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     config = MilesConfig(
         cluster=ClusterConfig(train_backend="megatron", actor_num_gpus_per_node=num_ranks),
@@ -132,7 +131,7 @@ def _config(
         checkpoint=checkpoint_config,
         precision=_precision(hf_checkpoint),
     )
-    foreign = [*line.foreign, *_layout(hf_checkpoint, line.foreign, num_ranks)]
+    foreign = [*flags, *_layout(hf_checkpoint, flags, num_ranks)]
     argv, found, messages = arguments.check(config, foreign)
     if problems or found:
         raise ConfigError([*problems, *found])
@@ -140,7 +139,24 @@ def _config(
         for message in messages:
             log.log(message.level, "%s", message.text)
     # What is drawn at random would be overwritten.
-    return dataclasses.replace(config, megatron_argv=(*argv, "--no-initialization"))
+    return replace(config, megatron_argv=(*argv, "--no-initialization"))
+
+
+def _misplaced(line: CommandLine) -> tuple[list[Problem], list[Foreign]]:
+    """The problem of each flag that is not of Megatron's model or layout; the flags that are."""
+    remedy = "is no flag of Megatron's model or layout, which is all that a conversion takes"
+    problems = {
+        (found := problem(line.config, dest, remedy=remedy)).flag: found for dest in line.given
+    }
+    for unread in line.problems:
+        # Of a value that cannot be read the config has the default.
+        found = problems.get(unread.flag)
+        problems[unread.flag] = unread if found is None else replace(found, value=unread.value)
+    remedy = "the checkpoint says the precision, which a conversion keeps; leave it out"
+    precision = [flag for flag in line.foreign if flag.name == "--bf16"]
+    problems |= {flag.name: Problem(flag.name, flag.value, remedy) for flag in precision}
+    others = [flag for flag in line.foreign if flag not in precision]
+    return [problems[name] for name in sorted(problems)], others
 
 
 def _precision(hf_checkpoint: str) -> PrecisionConfig:

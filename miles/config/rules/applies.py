@@ -138,8 +138,9 @@ APPLIES: tuple[Applies, ...] = (
     # Reward.
     Applies(
         ("rm_url",),
-        lambda c: (c.reward.rm_type or "").endswith("remote_rm"),
-        "with --rm-type remote_rm",
+        # Whether a row of a file names it is asked where the rows are read.
+        lambda c: (c.reward.rm_type or "").endswith("remote_rm") or _rows_may_name_rewards(c),
+        "with --rm-type remote_rm, or to rows whose metadata.rm_type is remote_rm",
     ),
     # Algorithm.
     Applies(
@@ -311,10 +312,19 @@ APPLIES: tuple[Applies, ...] = (
             "sglang_router_port",
             "sglang_log_level",
             "rollout_health_check_interval",
+            "rollout_health_check_timeout",
             "rollout_request_timeout_s",
+            "deterministic_rollout",
+            "pause_generation_mode",
+            "colocate",
+            "offload_rollout",
             "rm_type",
+            "rm_timeout_s",
+            "rm_max_retries",
+            "rm_default",
             "custom_rm_path",
             "reward_key",
+            "update_weight_transfer_mode",
             "update_weight_buffer_size",
             "update_weight_timeout_s",
             "check_weight_update_equal",
@@ -340,6 +350,14 @@ def flags_given_have_an_effect(config: MilesConfig, given: Given) -> list[Proble
 
 def _has_own_generate(config: MilesConfig) -> bool:
     return config.hooks.custom_generate_function_path is not None
+
+
+def _rows_may_name_rewards(config: MilesConfig) -> bool:
+    data_sets = [config.data.prompt_data or "", *config.evaluation.eval_prompt_data[1::2]]
+    of_files = any(spec and not spec.startswith("reasoning_gym:") for spec in data_sets)
+    of_users = config.hooks.data_source_path is not None
+    scored = needs_engines(config) and config.hooks.custom_rm_path is None
+    return scored and (of_files or of_users)
 
 
 def _aborts_surplus(config: MilesConfig) -> bool:

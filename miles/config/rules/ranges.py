@@ -162,12 +162,23 @@ def token_ids_are_not_negative(config: MilesConfig, given: Given) -> list[Proble
 
 
 def environment_is_text(config: MilesConfig, given: Given) -> list[Problem]:
-    """Environment variables are text."""
-    wrong = [k for k, v in config.cluster.train_env_vars.items() if not isinstance(v, str)]
-    if not wrong:
-        return []
-    remedy = f'values must be text; put quotes around that of {", ".join(wrong)}: {{"A": "1"}}'
-    return [problem(config, "train_env_vars", remedy=remedy)]
+    """Environment variables are text, under names that an environment can have."""
+    variables = config.cluster.train_env_vars
+    remedies: list[str] = []
+    if wrong := [k for k, v in variables.items() if not isinstance(v, str)]:
+        remedies.append(
+            f'values must be text; put quotes around that of {", ".join(wrong)}: {{"A": "1"}}'
+        )
+    if wrong := [k for k in variables if not k or "=" in k or "\0" in k]:
+        remedies.append(
+            f"{', '.join(map(repr, wrong))} cannot be the name of a variable, which has at least "
+            "one character, no '=' and no NUL"
+        )
+    if wrong := [k for k, v in variables.items() if isinstance(v, str) and "\0" in v]:
+        remedies.append(
+            f"the value of {', '.join(wrong)} holds a NUL, which ends a text; remove it"
+        )
+    return [problem(config, "train_env_vars", remedy=remedy) for remedy in remedies]
 
 
 def exports_have_their_own_path(config: MilesConfig, given: Given) -> list[Problem]:

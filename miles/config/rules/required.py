@@ -77,6 +77,8 @@ def companions_are_given(config: MilesConfig, given: Given) -> list[Problem]:
     """Flags that need another one have it."""
     hooks, data, optimizer = config.hooks, config.data, config.optimizer
     rollout = config.rollout
+    by_data = bool(config.evaluation.eval_prompt_data)
+    evaluated = "--eval-prompt-data" if by_data else "--eval-function-path"
     missing = (
         (
             "custom_loss_function_path",
@@ -91,7 +93,7 @@ def companions_are_given(config: MilesConfig, given: Given) -> list[Problem]:
         (
             "eval_interval",
             evaluates(config) and config.evaluation.eval_interval is None,
-            "is required with --eval-prompt-data: rollouts between evaluations",
+            f"is required with {evaluated}: rollouts between evaluations",
         ),
         (
             "lr_wsd_decay_iters",

@@ -10,8 +10,10 @@ from miles.config.root import MilesConfig
 from miles.config.values import did_you_mean
 from miles.contracts.types import Sample
 from miles.core.registry import Registry
+from miles.rollout import gym
 
 BOXED_PREFIX = "boxed_"
+REMOTE = "remote_rm"
 
 NEEDS_LABEL = frozenset({"math", "f1", "exact_match"})
 """They compare the answer with the label as text. ``reasoning_gym`` does so for some rows."""
@@ -35,7 +37,7 @@ REWARDS: Registry[BuiltinReward] = Registry(
         "reasoning_gym": "miles.rollout.rewards.graded:reasoning_gym",
         "f1": "miles.rollout.rewards.answers:f1",
         "exact_match": "miles.rollout.rewards.answers:exact_match",
-        "remote_rm": "miles.rollout.rewards.remote:remote_rm",
+        REMOTE: "miles.rollout.rewards.remote:remote_rm",
         "random": "miles.rollout.rewards.chance:random_reward",
         "deterministic_random": "miles.rollout.rewards.chance:deterministic_random",
     },
@@ -53,7 +55,7 @@ def check(config: MilesConfig) -> list[Problem]:
     if base in NEEDS_LABEL and missing is not None:
         problems.append(Problem(missing, None, f"--rm-type {name} needs the label's column"))
     url = config.reward.rm_url
-    if base == "remote_rm" and url is None:
+    if base == REMOTE and url is None:
         problems.append(Problem("--rm-url", None, "--rm-type remote_rm needs the address"))
     if url is not None and not _is_http_url(url):
         remedy = "is no address; give http://host:port/path or https://..."
@@ -88,13 +90,44 @@ def reads_label(metadata: Mapping[str, Any], config: MilesConfig) -> bool:
     named = metadata.get("rm_type") is not None
     name = builtin_of(metadata, config) if named else config.reward.rm_type
     base = None if name is None else name.removeprefix(BOXED_PREFIX)
+    if named and base == REMOTE and config.reward.rm_url is None:
+        raise ValueError("metadata.rm_type is remote_rm; give its address (--rm-url)")
     if base != "reasoning_gym":
         return base in NEEDS_LABEL
+    _require_family(metadata)
+    return "reasoning_gym" not in metadata
+
+
+def naming_of(metadata: Mapping[str, Any], config: MilesConfig) -> str:
+    """What names the reward of a row, for messages: the flag with its value, or the row."""
+    if config.hooks.custom_rm_path is not None:
+        return f"--custom-rm-path {config.hooks.custom_rm_path}"
+    if metadata.get("rm_type") is not None:
+        return f"metadata.rm_type {metadata['rm_type']} of the row"
+    return f"--rm-type {config.reward.rm_type}"
+
+
+def asks_remote(metadata: Mapping[str, Any]) -> bool:
+    """Whether a row itself names the reward of ``--rm-url``."""
+    name = metadata.get("rm_type")
+    return isinstance(name, str) and name.removeprefix(BOXED_PREFIX) == REMOTE
+
+
+def _require_family(metadata: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` unless the row says which family grades it, as Miles writes it
+    (``reasoning_gym``) or as the family itself does (``source_dataset``)."""
     if "reasoning_gym" in metadata:
-        return False
-    if "source_dataset" not in metadata:
+        recipe = metadata["reasoning_gym"]
+        if not isinstance(recipe, dict) or set(recipe) != {"family", "kwargs", "index"}:
+            raise ValueError("metadata.reasoning_gym must be {family, kwargs, index}")
+        key, family = "reasoning_gym.family", recipe["family"]
+    elif "source_dataset" in metadata:
+        key, family = "source_dataset", metadata["source_dataset"]
+    else:
         raise ValueError("the row's metadata names no reasoning-gym family (source_dataset)")
-    return True
+    unknown = gym.unknown_family(family)
+    if unknown is not None:
+        raise ValueError(f"metadata.{key} is {family!r}: {unknown}")
 
 
 def _missing_label_key(config: MilesConfig) -> str | None:

@@ -11,7 +11,9 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from miles.config.errors import ConfigError
 from miles.core import locks, owned
+from miles.utils.arguments import read_config, refusal
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -61,6 +63,22 @@ def delete_run(run_dir: Path) -> None:
     except locks.HeldError as error:
         print(f"{run_dir} is not replaced: a run writes there ({error})", file=sys.stderr)
         sys.exit(2)
+
+
+def require_flags(flags: Mapping[str, FlagValue], model: Path, *, more: Sequence[str] = ()) -> None:
+    """End this process with code 2 and every problem that ``train.py`` would have with its flags.
+
+    Called before ``model`` (their --hf-checkpoint) is made, which takes long: what is said of that
+    flag, and what needs the model, is left to ``train.py``.
+    """
+    if model.exists():
+        return
+    try:
+        read_config([*to_argv(flags), *more])
+    except ConfigError as error:
+        problems = [p for p in error.problems if p.flag != "--hf-checkpoint"]
+        if problems:
+            raise refusal(ConfigError(problems)) from None
 
 
 def run_owned(

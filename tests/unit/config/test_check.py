@@ -86,7 +86,16 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
         ("--rollout-stop-token-ids", "1", "-1"),
         (),
     ),
-    (ranges.environment_is_text, "--train-env-vars", ("--train-env-vars", '{"A": 1}'), ()),
+    *(
+        (ranges.environment_is_text, "--train-env-vars", ("--train-env-vars", variables), ())
+        for variables in (
+            '{"A": 1}',
+            '{"": "z"}',
+            '{"A=B": "y"}',
+            '{"A\\u0000": "y"}',
+            '{"A": "y\\u0000"}',
+        )
+    ),
     (
         ranges.exports_have_their_own_path,
         "--save-hf",
@@ -454,6 +463,17 @@ def test_the_rule_refuses_and_names_the_flags(
     assert problems[0].remedy
 
 
+@pytest.mark.parametrize(
+    "argv", [EVAL[:3], ("--eval-function-path", "a.b"), (*EVAL[:3], "--eval-function-path", "a.b")]
+)
+def test_the_interval_is_asked_for_by_the_flag_that_was_given(
+    resolved: Resolved, argv: tuple[str, ...]
+) -> None:
+    (found,) = required.companions_are_given(*resolved(*argv))
+    assert found.flag == "--eval-interval"
+    assert f"required with {argv[0]}:" in found.remedy
+
+
 def test_every_rule_has_a_case() -> None:
     assert {case[0] for case in CASES} == set(CHECK)
     assert len(CHECK) == len(set(CHECK))
@@ -514,6 +534,30 @@ def test_a_supervised_run_that_evaluates_needs_both(resolved: Resolved) -> None:
     assert check(*resolved(*argv, "--eval-max-response-len", "8", without=NOT_SFT)) == []
 
 
+WITHOUT_EFFECT_IN_SFT = [
+    ("--rm-timeout-s", "9"),
+    ("--rm-max-retries", "1"),
+    ("--rm-default", "1"),
+    ("--deterministic-rollout",),
+    ("--pause-generation-mode", "abort"),
+    ("--rollout-health-check-timeout", "9"),
+    ("--update-weight-transfer-mode", "broadcast"),
+    ("--colocate",),
+    ("--offload-rollout",),
+]
+
+
+@pytest.mark.parametrize("argv", WITHOUT_EFFECT_IN_SFT)
+def test_what_engines_and_rewards_alone_read_has_no_place_in_supervised_training(
+    resolved: Resolved, argv: tuple[str, ...]
+) -> None:
+    config, given = resolved(*SFT, *argv, without=NOT_SFT)
+    assert [p.flag for p in flags_given_have_an_effect(config, given)] == [argv[0]]
+    evaluated = (*SFT, *EVAL, "--rm-type", "math", "--rollout-num-gpus", "1", *argv)
+    config, given = resolved(*evaluated, "--eval-max-response-len", "8", without=NOT_SFT)
+    assert flags_given_have_an_effect(config, given) == []
+
+
 def test_recorded_rollouts_need_no_engines(resolved: Resolved) -> None:
     without = ("--rollout-num-gpus", "--rm-type", "--rollout-max-response-len", "--prompt-data")
     assert check(*resolved("--load-debug-rollout-data", "x", without=without)) == []
@@ -538,6 +582,7 @@ SPOILS: dict[str, tuple[str, ...]] = {
     "grpo_std_normalization": (*REINFORCE, "--normalize-advantages"),
     "rewards_normalization": (*REINFORCE, "--normalize-advantages"),
     "update_weight_transfer_mode": ("--colocate",),
+    "rm_url": ("--prompt-data", "reasoning_gym:chain_sum"),
     **dict.fromkeys(OF_LAUNCHED_ENGINES, EXTERNAL),
 }
 ROWS = [(number, dest) for number, row in enumerate(APPLIES) for dest in row.dests]

@@ -113,9 +113,46 @@ def test_a_bad_value_in_a_file_names_flag_and_file(
 
 
 @pytest.mark.parametrize(
+    ("text", "flag", "written", "says"),
+    [
+        ("run-dir: 2024-13-01", "--run-dir", "2024-13-01", "is no timestamp (month must be in 1"),
+        ("seed: !!int abc", "--seed", "abc", "is no int (invalid literal"),
+        ("seed: 010", "--seed", "010", "YAML reads it as the number 8; write a number in decimal"),
+        ("seed: 12:30", "--seed", "12:30", "YAML reads it as the number 750; write a number"),
+        ("lr: 1:30.5", "--lr", "1:30.5", "YAML reads it as the number 90.5"),
+        ("run_dir: -0_17", "--run-dir", "-0_17", "YAML reads it as the number -15"),
+        ("rollout_stop: [a, 010]", "--rollout-stop", "010", "the number 8"),
+        ("train_env_vars: {A: 12:30:00}", "--train-env-vars", "12:30:00", "the number 45000"),
+    ],
+)
+def test_a_value_that_is_not_read_as_it_is_written_names_flag_file_and_line(
+    tmp_path: Path, text: str, flag: str, written: str, says: str
+) -> None:
+    line = from_file(tmp_path, f"# run\nmin-lr: 0.5\n{text}\n")
+    (problem,) = line.problems
+    assert (problem.flag, problem.value) == (flag, written)
+    assert says in problem.remedy
+    assert problem.remedy.endswith("run.yaml, line 3)")
+    assert line.whole
+    assert line.given == {"min_lr"}
+
+
+@pytest.mark.parametrize(
+    ("text", "seed"), [("7", 7), ("0", 0), ("007", 7), ("1_000", 1000), ("0x10", 16), ("'010'", 10)]
+)
+def test_numbers_that_mean_what_they_look_like_are_read(
+    tmp_path: Path, text: str, seed: int
+) -> None:
+    line = from_file(tmp_path, f"seed: {text}\n")
+    assert not line.problems
+    assert line.config.algorithm.seed == seed
+
+
+@pytest.mark.parametrize(
     ("content", "says"),
     [
         (b"a: [", "is not YAML"),
+        (b"a: " + b"[" * 1000 + b"]" * 1000, "is not YAML"),
         (b"- a", "must hold a mapping"),
         (b"\xff\xfe\x00", "cannot be read"),
     ],
@@ -243,3 +280,9 @@ def test_help_is_nothing_for_a_file(tmp_path: Path, name: str) -> None:
     path.write_text(f"{name}: true\n")
     (problem,) = read_command_line(["--config", str(path)]).problems
     assert "has no place in a file" in problem.remedy
+
+
+def test_a_number_of_thousands_of_digits_hides_no_other_problem() -> None:
+    line = read_command_line(["--num-rollout", "7" * 5000, "--lr", "fast"])
+    assert {problem.flag for problem in line.problems} == {"--num-rollout", "--lr"}
+    assert max(len(str(problem)) for problem in line.problems) < 600

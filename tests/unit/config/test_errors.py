@@ -20,6 +20,8 @@ from miles.config.rules.ranges import numbers_are_in_range
         ((True, False), "--flag = (on, off): no"),
         (("x", 2, False), "--flag = ('x', 2, off): no"),
         ((1, 2), "--flag = (1, 2): no"),
+        ("x" * 398, f"--flag = '{'x' * 398}': no"),
+        ("x" * 5000, f"--flag = '{'x' * 399}... (5002 characters): no"),
     ],
 )
 def test_values_are_shown_as_a_user_gives_them(value: object, text: str) -> None:

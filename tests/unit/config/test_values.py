@@ -20,6 +20,7 @@ Word = Literal["grpo", "gspo"]
         (Word, "gspo", "gspo"),
         (Word | None, "grpo", "grpo"),
         (dict[str, Any], '{"a": {"b": 1}}', {"a": {"b": 1}}),
+        (int, "9" * 18, 999_999_999_999_999_999),
     ],
 )
 def test_a_text_of_the_right_form_is_converted(annotation: Any, text: str, value: object) -> None:
@@ -36,6 +37,8 @@ def test_a_text_of_the_right_form_is_converted(annotation: Any, text: str, value
         (int, "1_000", "whole number"),
         (int, "", "whole number"),
         (int, "true", "whole number"),
+        (int, "9" * 19, "at most 18"),
+        (int, "1" * 5000, "at most 18"),
         (float, "nan", "finite"),
         (float, "-inf", "finite"),
         (float, "1e999", "finite"),
@@ -45,6 +48,8 @@ def test_a_text_of_the_right_form_is_converted(annotation: Any, text: str, value
         (dict[str, Any], "[1]", "JSON object"),
         (dict[str, Any], "{a: 1}", "JSON object"),
         (dict[str, Any], '{"a": NaN}', "NaN"),
+        (dict[str, Any], '{"a": ' * 3000 + "1" + "}" * 3000, "nested deeper than 100 levels"),
+        (dict[str, Any], '{"a": ' + "[" * 100 + "]" * 100 + "}", "nested deeper than 100 levels"),
     ],
 )
 def test_any_other_text_is_invalid_with_the_reason(annotation: Any, text: str, says: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from miles.core import hf
+from miles.core import hf, hf_weights, transformers_source
 from miles.core.hf import (
     CheckpointDirError,
     check_config,
@@ -94,6 +94,44 @@ def test_a_model_type_that_nothing_can_load_is_refused(
         check_directory(str(model))
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", "big"),
+        ("num_hidden_layers", 2.5),
+        ("rms_norm_eps", "small"),
+        ("tie_word_embeddings", "yes"),
+        ("vocab_size", None),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_refused_with_its_key(model: Path, key: str, value: Any) -> None:
+    write_config(model, **{key: value})
+    with pytest.raises(CheckpointDirError, match=rf"config\.json .*'{key}'") as error:
+        check_config(str(model))
+    assert str(value) in str(error.value)
+    assert "\n" not in str(error.value)
+    with pytest.raises(CheckpointDirError, match=f"'{key}'"):
+        hf.load_config(str(model))
+
+
+def test_the_text_config_of_a_model_that_also_sees_is_checked_too(model: Path) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("qwen3_5").to_dict()
+    config["text_config"]["hidden_size"] = "big"
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointDirError, match=r"'hidden_size'.*'big'"):
+        check_config(str(model))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5"])
+def test_what_transformers_writes_itself_leaves_no_doubt(family: str) -> None:
+    from transformers import AutoConfig
+
+    written = json.loads(AutoConfig.for_model(family).to_json_string(use_diff=False))
+    assert transformers_source.doubtful_keys(written) == []
+
+
 def test_a_model_that_brings_its_own_code_may_be_of_any_type(model: Path) -> None:
     write_config(model, model_type="mine", auto_map={"AutoConfig": "configuration_mine.Config"})
     check_directory(str(model))
@@ -105,6 +143,65 @@ def test_a_tokenizer_that_is_no_json_is_named(model: Path) -> None:
         check_directory(str(model))
 
 
+@pytest.mark.parametrize("content", ["{}", "[]", '{"model": null}', '{"version": "1.0"}'])
+def test_a_tokenizer_without_a_model_is_named(model: Path, content: str) -> None:
+    (model / "tokenizer.json").write_text(content)
+    with pytest.raises(CheckpointDirError, match=r"tokenizer\.json (has no 'model'|holds no JSON)"):
+        check_directory(str(model))
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def test_a_shard_that_only_the_index_has_is_named(model: Path) -> None:
+    table = {"a": "model.safetensors", "b": "model-2.safetensors", "c": "model-3.safetensors"}
+    (model / INDEX).write_text(json.dumps({"weight_map": table}))
+    with pytest.raises(CheckpointDirError, match=r"model-2\.safetensors is missing.*1 more of 3"):
+        check_directory(str(model))
+    (model / INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    check_directory(str(model))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": {"a": 1}}'])
+def test_an_index_that_is_none_is_named(model: Path, content: str) -> None:
+    (model / INDEX).write_text(content)
+    with pytest.raises(CheckpointDirError, match=r"model\.safetensors\.index\.json"):
+        check_directory(str(model))
+
+
+@pytest.mark.parametrize(
+    ("key", "tensor"),
+    [
+        ("vocab_size", "embed_tokens"),
+        ("intermediate_size", "gate_proj"),
+        ("hidden_size", "embed_tokens"),
+    ],
+)
+def test_weights_of_other_sizes_than_the_config_are_named(
+    model: Path, key: str, tensor: str
+) -> None:
+    size = json.loads((model / "config.json").read_text())[key]
+    write_config(model, **{key: 2 * size})
+    says = rf"{tensor}\.weight is \(.*\b{size}\b.*\) in the files and \(.*\b{2 * size}\b"
+    with pytest.raises(CheckpointDirError, match=says):
+        check_directory(str(model))
+
+
+def test_weights_of_fewer_layers_than_the_config_are_told(model: Path) -> None:
+    write_config(model, num_hidden_layers=3, layer_types=["full_attention"] * 3)
+    with pytest.raises(CheckpointDirError, match=r"weights have 2 layers, but config\.json says 3"):
+        check_directory(str(model))
+
+
+def test_sizes_that_raise_doubt_pass_where_the_model_has_them(model: Path) -> None:
+    """A key may mean something else to a family: what transformers builds decides."""
+    shapes = {"model.embed_tokens.weight": (16, 8)}
+    assert hf_weights.raises_doubt(shapes, {"vocab_size": 16, "hidden_size": 4})
+    config = hf.load_config(str(model))
+    fitting = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    assert hf_weights.misfits(fitting, config) == []
+
+
 def test_a_config_that_is_no_object_is_named(model: Path) -> None:
     (model / "config.json").write_text("[]")
     with pytest.raises(CheckpointDirError, match="holds no JSON object"):
@@ -112,7 +209,7 @@ def test_a_config_that_is_no_object_is_named(model: Path) -> None:
 
 
 def test_nearly_every_model_type_is_known_without_importing_transformers() -> None:
-    listed = hf._listed_model_types()  # pyright: ignore[reportPrivateUsage]
+    listed = transformers_source.listed_model_types()
     # Not those that a package which another test imports has registered.
     known = set(CONFIG_MAPPING_NAMES)
     assert listed <= known

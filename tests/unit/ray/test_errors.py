@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from miles.ray.errors import JobError, call_all, describe
 
@@ -46,4 +46,28 @@ def test_a_rank_that_waits_for_a_failed_one_does_not_hold_the_job() -> None:
 def test_what_an_error_says_has_no_colours() -> None:
     assert describe(task_error("\x1b[36mray::f()\x1b[39m failed")) == (
         "RuntimeError: ray::f() failed"
+    )
+
+
+class Refused(Exception):
+    """Does not unpickle: what it is made of is not what it shows."""
+
+    def __init__(self, field: str, cause: Exception) -> None:
+        super().__init__(f"Validation error for field '{field}':\n    TypeError: {cause}")
+
+
+def test_an_error_whose_class_does_not_unpickle_is_told_in_one_line() -> None:
+    trace = (
+        "\x1b[36mray::Actor.init()\x1b[39m (pid=7, ip=192.0.2.2)\n"
+        "           ^^^^^^^^^^^^^\n"
+        '  File "model.py", line 11, in load\n'
+        "    raise Refused(name, error)\n"
+        "tests.Refused: Validation error for field 'size':\n"
+        "    TypeError: expected int, got str (value: 'big')\n"
+    )
+    sent = RayTaskError("init", trace, Refused("size", TypeError("expected int, got str")))
+    received = RayError.from_bytes(sent.to_bytes())
+    assert describe(received) == (
+        "tests.Refused: Validation error for field 'size': "
+        "TypeError: expected int, got str (value: 'big')"
     )

@@ -1,6 +1,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from miles.config.errors import ConfigError
 from miles.contracts.engine import EngineError, GenerateRequest
 from miles.contracts.hooks import RolloutOutput
-from miles.contracts.types import Status
+from miles.contracts.types import Prompt, Status
 from miles.rollout import collect as collect_module
 from miles.rollout import steps
 from miles.rollout.collect import Collector
@@ -256,6 +257,20 @@ def test_a_rollout_without_any_reward_stops_and_can_be_collected_again(
     assert ids(output) == [0, 1]
     assert [s.reward for group in output.groups for s in group] == [0.0, 0.0, 0.0, 1.0]
     assert output.metrics["rollout/reward_failed"] == 3
+
+
+def test_the_reward_that_failed_is_the_one_the_rows_name(tokenizer: Any) -> None:
+    class Rows(ListSource):
+        def next(self, num_prompts: int) -> list[Prompt]:
+            prompts = super().next(num_prompts)
+            return [replace(p, label=None, metadata={"rm_type": "exact_match"}) for p in prompts]
+
+    config = made_config(rm_type="random")
+    engines = ScriptedEngines(tokenizer, lambda text, request: "x<eos>", "")
+    collector = Collector(config, engines, tokenizer, Rows(tokenizer))
+    says = r"none of 4 responses got a reward \(metadata\.rm_type exact_match of the row\): "
+    with pytest.raises(RewardError, match=says):
+        asyncio.run(collector.collect(0))
 
 
 def test_hooks_see_the_groups_they_are_promised(tokenizer: Any) -> None:

@@ -1,5 +1,6 @@
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +118,27 @@ def test_columns_of_a_parquet_file_that_became_floats_are_refused(
     assert "row 2: 'y' cannot be written as JSON" in message
 
 
+@pytest.mark.parametrize("what", ["page header", "values", "text"])
+def test_a_damaged_parquet_file_is_refused(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "d.parquet"
+    text = "a text"
+    plain: dict[str, Any] = {"compression": "none", "use_dictionary": False}
+    table = pyarrow.table({"input": [text] * 9})
+    pyarrow.parquet.write_table(table, path, write_statistics=False, **plain)
+    content = bytearray(path.read_bytes())
+    first = content.index(text.encode())
+    start, stop = {
+        "page header": (4, 24),
+        "values": (first - 4, first),
+        "text": (first, first + 1),
+    }[what]
+    content[start:stop] = b"\xff" * (stop - start)
+    path.write_bytes(content)
+    (problem,) = check(made_config(prompt_data=str(path), rm_type="random"))
+    assert (problem.flag, problem.value) == ("--prompt-data", str(path))
+    assert "the file: not a readable parquet file (" in problem.remedy
+
+
 def test_rows_that_no_reward_can_score_are_refused_when_flags_are_parsed(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"input": "a"},
@@ -144,6 +166,55 @@ def test_rows_that_no_reward_can_score_are_refused_when_flags_are_parsed(tmp_pat
             )
             == []
         )
+
+
+def test_rows_that_no_family_of_reasoning_gym_grades_are_refused_when_flags_are_parsed(
+    tmp_path: Path,
+) -> None:
+    recipe = {"family": "chain_sum", "kwargs": {"seed": 1}, "index": 0}
+    metadata: list[dict[str, Any]] = [
+        {"source_dataset": "chain_sum"},
+        {"source_dataset": "chain_sun"},
+        {"source_dataset": None},
+        {"reasoning_gym": recipe},
+        {"reasoning_gym": {**recipe, "family": "nosuch"}},
+        {"reasoning_gym": "chain_sum"},
+    ]
+    rows = [
+        {"input": "a", "y": "1", "metadata": {"rm_type": "reasoning_gym", **m}} for m in metadata
+    ]
+    spec = write_rows(tmp_path / "d.jsonl", rows)
+    (problem,) = check(made_config(prompt_data=spec, rm_type="random", label_key="y"))
+    assert (problem.flag, problem.value) == ("--prompt-data", spec)
+    assert "4 rows cannot be used" in problem.remedy
+    family = "reasoning-gym has no such family"
+    said = {
+        2: f"metadata.source_dataset is 'chain_sun': {family}; did you mean chain_sum",
+        3: f"metadata.source_dataset is None: {family}; it has ab, acre",
+        5: f"metadata.reasoning_gym.family is 'nosuch': {family}",
+        6: "metadata.reasoning_gym must be {family, kwargs, index}",
+    }
+    for number, what in said.items():
+        assert f"line {number}: {what}" in problem.remedy
+
+
+def test_a_row_with_a_remote_reward_needs_its_address_which_needs_such_a_row(
+    tmp_path: Path,
+) -> None:
+    remote = {"input": "a", "metadata": {"rm_type": "remote_rm"}}
+    spec = write_rows(tmp_path / "d.jsonl", [{"input": "a"}, remote])
+    (problem,) = check(made_config(prompt_data=spec, rm_type="random"))
+    assert problem.flag == "--prompt-data"
+    assert "line 2: metadata.rm_type is remote_rm; give its address (--rm-url)" in problem.remedy
+    url = "http://host:80/rm"
+    assert check(made_config(prompt_data=spec, rm_type="random", rm_url=url)) == []
+    without = made_config(prompt_data=f"{spec}@[:1]", rm_type="random", rm_url=url)
+    (problem,) = check(without)
+    assert (problem.flag, problem.value) == ("--rm-url", url)
+    evaluated = made_config(
+        prompt_data=f"{spec}@[:1]", eval_prompt_data=("e", spec), rm_type="random", rm_url=url
+    )
+    assert check(evaluated) == []
 
 
 @pytest.mark.parametrize(
@@ -336,6 +407,87 @@ def test_a_state_of_another_stream_is_refused(
     other = PromptSource(made_config(**settings), tokenizer)
     with pytest.raises(ConfigError, match=flag):
         other.load_state_dict(source.state_dict())
+
+
+def test_a_state_of_other_prompts_names_the_flags_with_their_own_values(
+    numbered: str, tokenizer: Any
+) -> None:
+    state = source_of(tokenizer, numbered).state_dict()
+    message = rf"--prompt-data = '{numbered}@[:2]': the checkpoint is of a run with 10 prompts, "
+    with pytest.raises(ConfigError, match=f"{re.escape(message)}these are 2: resume"):
+        source_of(tokenizer, f"{numbered}@[:2]").load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (
+            {"prompt_data_kwargs": {"size": 3, "seed": 1}},
+            {"prompt_data_kwargs": {"size": 3, "seed": 1, "max_digits": 2}},
+            "--prompt-data, --prompt-data-kwargs = ('reasoning_gym:chain_sum', "
+            "{'size': 3, 'seed': 1, 'max_digits': 2}): the checkpoint is of a run with other",
+        ),
+        (
+            {"prompt_data_kwargs": {"size": 3}},
+            {"prompt_data_kwargs": {"size": 3}, "rollout_seed": 7},
+            "--prompt-data, --prompt-data-kwargs, --rollout-seed = ('reasoning_gym:chain_sum', "
+            "{'size': 3}, 7): the checkpoint is of a run with other prompts",
+        ),
+    ],
+)
+def test_a_state_of_other_problems_of_a_family_names_its_arguments(
+    tokenizer: Any, before: dict[str, Any], after: dict[str, Any], says: str
+) -> None:
+    spec = "reasoning_gym:chain_sum"
+    state = source_of(tokenizer, spec, **before).state_dict()
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        source_of(tokenizer, spec, **after).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "says"),
+    [
+        ({"size": "a"}, "'size' is 'a': Expected `int`, got `str`"),
+        ({"min_digits": 1.5}, "'min_digits' is 1.5: Expected `int`, got `float`"),
+        ({"allow_negation": 1}, "'allow_negation' is 1: Expected `bool`, got `int`"),
+        ({"seed": "x"}, "'seed' is 'x': Expected `int | null`, got `str`"),
+        ({"min_terms": 5, "max_terms": 2}, "max_terms must be >= min_terms"),
+        ({"size": 0}, "size must be positive"),
+        ({"min_term": 2}, "there is no 'min_term', did you mean min_terms"),
+    ],
+)
+def test_arguments_that_a_family_refuses_are_a_problem_once_and_before_any_problem_is_made(
+    kwargs: dict[str, Any], says: str
+) -> None:
+    evaluated = ("e", "reasoning_gym:chain_sum@[:4]")
+    config = made_config(
+        prompt_data="reasoning_gym:chain_sum",
+        prompt_data_kwargs=kwargs,
+        eval_prompt_data=evaluated,
+    )
+    (problem,) = check(config)
+    assert (problem.flag, problem.value) == ("--prompt-data-kwargs", kwargs)
+    assert says in problem.remedy
+
+
+def test_a_slice_that_leaves_no_problem_of_a_family_is_refused_without_making_them() -> None:
+    spec = "reasoning_gym:chain_sum@[64:]"
+    (problem,) = check(made_config(prompt_data=spec, prompt_data_kwargs={"size": 64}))
+    assert (problem.flag, problem.value) == ("--prompt-data", spec)
+    assert "no problem is left of 64" in problem.remedy
+    assert check(made_config(prompt_data=spec, prompt_data_kwargs={"size": 65})) == []
+
+
+def test_the_defaults_of_every_family_are_accepted() -> None:
+    from reasoning_gym.factory import DATASETS
+
+    refused = {
+        family: problems
+        for family in DATASETS
+        if family != "composite"  # It has no default.
+        and (problems := check(made_config(prompt_data=f"reasoning_gym:{family}")))
+    }
+    assert refused == {}
 
 
 def test_a_reasoning_gym_family_is_a_source_that_is_the_same_each_time(tokenizer: Any) -> None:

@@ -122,7 +122,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_the_models_problem(
     tiny_qwen3: Path, rows: str, tmp_path: Path
 ) -> None:
     folder = Path(copytree(tiny_qwen3, tmp_path / "odd"))
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text('{"model": {}}')
     (problem,) = problems(folder, rows)
     assert problem.flag == "--hf-checkpoint"
     assert "has no usable tokenizer" in problem.remedy

@@ -8,13 +8,14 @@ from benchmarks import grpo_step
 from benchmarks.workloads import WORKLOADS, WorkloadName
 from miles.core.tracking import Tracker
 from miles.utils.arguments import parse_args
-from miles.utils.external_utils.command_utils import to_argv
+from miles.utils.external_utils.command_utils import require_flags, to_argv
 from scripts import (
     reverse_digits,
     run_demo_cpu,
     run_mcore_fsdp,
     run_smollm2_135m_cpu,
     run_smollm2_135m_gpu,
+    smollm2,
 )
 from scripts.run_demo_cpu import Backend, Demo
 from scripts.run_mcore_fsdp import Comparison
@@ -43,6 +44,37 @@ def test_the_smollm2_recipe_for_accelerators_is_a_valid_command_line(
     assert config.cluster.train_backend == backend
     assert config.offload.offload_train
     assert config.data.num_rollout == 60
+
+
+def test_a_recipe_checks_its_flags_before_it_makes_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "model"
+    recipe = SmolLM2(train_backend="foo", num_rollout=-1, max_digits=0, run_dir=tmp_path / "run")
+    with pytest.raises(SystemExit, match="2"):
+        require_flags(run_smollm2_135m_cpu.flags(recipe, missing), missing)
+    said = capsys.readouterr().err
+    assert "3 problems:" in said
+    assert "--train-backend = 'foo'" in said
+    assert "--num-rollout = -1" in said
+    assert "max_digits must be >= min_digits" in said
+    assert "--hf-checkpoint" not in said
+
+    good = SmolLM2(run_dir=tmp_path / "run")
+    require_flags(run_smollm2_135m_cpu.flags(good, missing), missing)
+
+
+def test_a_recipe_with_a_wrong_flag_fetches_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smollm2.prepare, "__defaults__", ("fp32", tmp_path))
+    monkeypatch.setattr(smollm2.place, "__defaults__", ("fp32", tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="2"):
+        run_smollm2_135m_cpu.main(SmolLM2(train_backend="foo"))
+    with pytest.raises(SystemExit, match="2"):
+        run_smollm2_135m_gpu.main(SmolLM2OnAccelerator(train_backend="foo"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_bf16_leaves_fp32_out(tiny_qwen3: Path) -> None:

@@ -25,7 +25,7 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 64}')
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text('{"model": {}}')
     (folder / "model.safetensors").write_bytes(len(b"{}").to_bytes(8, "little") + b"{}")
     return folder
 

@@ -157,6 +157,26 @@ REFUSED: dict[str, Refusal] = {
         ("--num-layers: 3, must be 2",),
     ),
     "a flag of training": (hf_to_torch_dist, {"--rm-type": "math"}, ("--rm-type", "no flag of")),
+    "a number of training": (
+        hf_to_torch_dist,
+        {"--lr": "3"},
+        ("--lr = 3.0: is no flag of Megatron's model",),
+    ),
+    "a number of training that is none": (
+        hf_to_torch_dist,
+        {"--lr": "fast", "--seed": "2"},
+        ("--lr = 'fast': is no flag of", "--seed = 2: is no flag of Megatron's model"),
+    ),
+    "a switch of training": (
+        hf_to_torch_dist,
+        {"--save": "{run}/new", "--colocate": "--use-tis"},
+        ("--colocate = on: is no flag of", "--use-tis = on: is no flag of"),
+    ),
+    "a precision": (
+        hf_to_torch_dist,
+        {"--num-layers": "2", "--bf16": "--fp16"},
+        ("--bf16: the checkpoint says the precision", "--fp16 = on: is no flag of Megatron's"),
+    ),
     "an unknown flag": (hf_to_torch_dist, {"--num-layer": "2"}, ("--num-layer",)),
     "torch_dist as Hugging Face": (
         hf_to_torch_dist,

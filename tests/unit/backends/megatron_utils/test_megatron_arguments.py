@@ -278,7 +278,7 @@ def made_directory(folder: Path, kind: str, **fields: Any) -> MilesConfig:
     }
     settings = {**sizes, **fields} if kind != "qwen3_5" else {"text_config": sizes}
     AutoConfig.for_model(kind, **settings).save_pretrained(folder)
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text('{"model": {}}')
     (folder / "model.safetensors").write_bytes(len(b"{}").to_bytes(8, "little") + b"{}")
     argv = ["--hf-checkpoint", str(folder), "--actor-num-gpus-per-node", "2"]
     return read_command_line([*argv, "--rollout-num-gpus", "1"]).config
