@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
-from torch.optim.adamw import adamw
 
-from miles.core import device
+from miles.backends.training_utils import adam
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -159,26 +157,14 @@ class FusedAdam(torch.optim.Optimizer):
         gradients: list[Any],
         moments: tuple[list[Tensor], ...],
     ) -> None:
-        if not params:
-            return
         means, squares = moments
-        beta1, beta2 = group["betas"]
-        before = torch.full((len(params),), group["step"] - 1.0, device=params[0].device)
-        (adamw if self.adam_w_mode else adam)(
+        adam.update(
             params,
             gradients,
-            means,
-            squares,
-            [],
-            list(before.unbind()),
-            fused=device.supports_fused_optimizer(),
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
+            (means, squares),
+            group,
+            num_steps=group["step"],
+            decoupled=self.adam_w_mode,
         )
 
 

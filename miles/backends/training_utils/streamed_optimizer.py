@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
-from torch.optim.adamw import adamw
 
+from miles.backends.training_utils import adam
 from miles.backends.training_utils.direct_file import ALIGNMENT, DirectFile, aligned_buffer
 from miles.config.offload import OffloadConfig
 from miles.core import device
@@ -278,23 +277,13 @@ class StreamedAdam:
         means, squares = (
             [piece.values[kind].float() for _, piece, _ in entries] for kind in (MEAN, SQUARE)
         )
-        before = torch.full((len(entries),), num_steps - 1.0, device=self._step_device(masters))
-        beta1, beta2 = settings["betas"]
-        (adamw if self._decoupled else adam)(
+        adam.update(
             masters,
             [gradient for _, _, gradient in entries],
-            means,
-            squares,
-            [],
-            list(before.unbind()),
-            fused=device.supports_fused_optimizer(),
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=settings["lr"],
-            weight_decay=settings["weight_decay"],
-            eps=settings["eps"],
-            maximize=False,
+            (means, squares),
+            settings,
+            num_steps=num_steps,
+            decoupled=self._decoupled,
         )
         for index, (_, piece, _) in enumerate(entries):
             for kind, wide in ((MEAN, means[index]), (SQUARE, squares[index])):
@@ -302,10 +291,6 @@ class StreamedAdam:
                     piece.values[kind].copy_(wide)
             if MASTER in piece.values:
                 resident[index].copy_(masters[index])
-
-    @staticmethod
-    def _step_device(masters: Sequence[Tensor]) -> torch.device:
-        return masters[0].device if device.supports_fused_optimizer() else torch.device("cpu")
 
 
 def streamed_moments(config: OffloadConfig) -> dict[str, torch.dtype]:
