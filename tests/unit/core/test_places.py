@@ -1,5 +1,9 @@
+import os
 from pathlib import Path
 
+import pytest
+
+from miles.core import places
 from miles.core.places import reason_against
 
 
@@ -26,3 +30,12 @@ def test_the_kernels_own_folders_take_no_files(tmp_path: Path) -> None:
         assert reason is not None
         assert "which holds no files of users" in reason
     assert reason_against("/dev/shm") is None
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no file system in memory here")
+def test_a_file_system_in_memory_is_told_from_the_nearest_folder_that_is_there() -> None:
+    assert places.lies_in_memory("/dev/shm")
+    assert places.lies_in_memory("/dev/shm/not/there/yet")
+    assert not places.lies_in_memory("/")
+    # A longer name that only begins like the mount is not in it.
+    assert not places.lies_in_memory("/dev/shmoo")

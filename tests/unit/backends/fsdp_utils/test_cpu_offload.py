@@ -36,8 +36,18 @@ def offloaded(config: MilesConfig) -> MilesConfig:
         pytest.param({"precision": {"fp32": False}}, marks=pytest.mark.full),
         pytest.param({"precision": {"fp32": False, "fp16": True}}, marks=pytest.mark.full),
         pytest.param({"algorithm": {"reset_optimizer_states": True}}, marks=pytest.mark.full),
+        pytest.param(
+            {"data": {"max_tokens_per_gpu": 20}, "fsdp": {"accumulate_sharded_gradients": True}},
+            marks=pytest.mark.full,
+        ),
     ],
-    ids=["fp32, recomputed, moving reference", "bf16", "fp16", "moments reset"],
+    ids=[
+        "fp32, recomputed, moving reference",
+        "bf16",
+        "fp16",
+        "moments reset",
+        "sharded gradients",
+    ],
 )
 def test_a_run_with_its_shards_in_host_memory_equals_one_without_bit_for_bit(
     two_ranks: Ranks, tiny_qwen3: Path, groups: dict[str, Any]

@@ -238,3 +238,20 @@ def train_with_updates_between(
     weights = weights_of(actor)
     actor.shutdown()
     return {"steps": steps, "weights": weights, "kept": kept, "parameters": parameters}
+
+
+def wake_after_other_parameters(config: MilesConfig) -> str:
+    """What waking says when the parameters that it makes are not those that it noted."""
+    actor, _ = start(config)
+    actor.sleep(keep_weights=True)
+    name, parameter = next(iter(actor.ops._mastered().items()))
+    actor.ops._rebuilt._digests[name] = actor.ops._rebuilt._digests[name][::-1]
+    actor.sleep()
+    assert parameter.untyped_storage().nbytes() == 0
+    try:
+        actor.wake_up()
+    except RuntimeError as error:
+        return f"{name}: {error}"
+    finally:
+        actor.shutdown()
+    return ""

@@ -18,6 +18,7 @@ from tests.unit.backends.megatron_utils.checkpoint_jobs import (
 from tests.unit.backends.megatron_utils.engine_jobs import (
     train_with_naps,
     train_with_updates_between,
+    wake_after_other_parameters,
 )
 from tests.unit.backends.streaming_jobs import NUM_ROLLOUTS, STEPS, streaming
 
@@ -181,3 +182,19 @@ def test_parameters_made_from_masters_are_those_that_were_dropped(
         assert one["weights"] == other["weights"]
         # Of every second sleep an update had the weights before.
         assert one["kept"] == [one["parameters"], 0, one["parameters"]]
+
+
+@pytest.mark.full
+def test_parameters_that_are_not_what_they_were_are_named(
+    megatron_ranks: Ranks, tiny_qwen3: Path
+) -> None:
+    flags = {
+        "offload_train": True,
+        "rematerialize_param_from_master_weight": True,
+        "check_rematerialize_param_from_master_weight": True,
+    }
+    config = config_with(tiny_qwen3, flags)
+    (answer,) = megatron_ranks.run_well(wake_after_other_parameters, config, num_ranks=1)
+    name, _, text = answer.partition(": ")
+    assert "--rematerialize-param-from-master-weight: 1 parameters are not what they were" in text
+    assert text.endswith(name)

@@ -1,10 +1,15 @@
 """Sleep and wake, with the state in host memory and on disk."""
 
+import errno
+import fcntl
+import logging
 import os
 import resource
+import tempfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +17,8 @@ from torch import Tensor
 
 from miles.backends.training_utils.direct_file import OffloadError
 from miles.backends.training_utils.offload_backing import Backing, DiskBacking, HostBacking
-from miles.backends.training_utils.offload_store import OffloadStore
+from miles.backends.training_utils.offload_store import OffloadStore, make_backing
+from miles.config.offload import OffloadConfig
 
 CHUNK = 8192
 
@@ -270,3 +276,41 @@ def test_a_directory_that_vanishes_takes_nothing_along(tmp_path: Path) -> None:
     store.sleep()
     store.wake_up()
     assert torch.equal(weights, torch.arange(9000.0))
+
+
+def test_a_file_system_without_direct_io_or_nameless_files_serves_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="miles")
+    opened, controlled = os.open, fcntl.fcntl
+
+    def without_nameless(path: Any, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return opened(path, flags, mode)
+
+    def without_direct(descriptor: int, command: int, argument: int = 0) -> int:
+        if command == fcntl.F_SETFL and argument & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return controlled(descriptor, command, argument)
+
+    monkeypatch.setattr(os, "open", without_nameless)
+    monkeypatch.setattr(fcntl, "fcntl", without_direct)
+    backing = disk(tmp_path)
+    assert "no direct I/O there" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+    weights = torch.arange(9000.0)
+    store = OffloadStore(backing, weights=always(w=weights))
+    store.sleep()
+    store.wake_up()
+    assert torch.equal(weights, torch.arange(9000.0))
+    store.close()
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no file system in memory here")
+def test_a_disk_that_is_host_memory_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="miles")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        config = OffloadConfig(offload_train_target="disk", offload_train_disk_dir=folder)
+        make_backing(config).close()
+    assert f"--offload-train-disk-dir {folder} lies in host memory" in caplog.text
