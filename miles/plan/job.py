@@ -7,6 +7,7 @@ from typing import Literal
 from miles.plan.activations import Axes, Modules
 from miles.plan.logits import Head
 from miles.plan.model import Model
+from miles.plan.residency import Offload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,20 +104,6 @@ class Numbers:
     entropy: bool = False
     entropy_gradient: bool = False
     log_probs_chunk_size: int = -1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Offload:
-    """Where the trainer's state lies; see ``residency.StateBytes``."""
-
-    sleeps: bool = False
-    target: Literal["cpu", "disk"] = "cpu"
-    chunk_bytes: int = 256 * 2**20
-    streams: bool = False
-    streamed_moment_bytes: int = 8
-    rematerializes: bool = False
-    on_host: bool = False
-    optimizer_on_host: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

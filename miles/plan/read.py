@@ -19,11 +19,11 @@ from miles.plan.job import (
     Job,
     Layout,
     Numbers,
-    Offload,
     Recompute,
     Saving,
 )
 from miles.plan.model import COUNTED, Model, read_model
+from miles.plan.residency import Offload
 
 SHARE_OF_SGLANG = 0.88
 """About what SGLang's servers take of a large device by default."""

@@ -16,21 +16,9 @@ STAGED_BUCKETS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateBytes:
-    """How many parameters of each kind a rank holds, bytes of each, and where they lie."""
+class Offload:
+    """Where a trainer's state lies, by the flags."""
 
-    parameters: int
-    """Elements that are the rank's own: FSDP's shards; Megatron's whole share of the model."""
-    optimized: int
-    """Elements whose masters and moments are here: fewer under a distributed optimizer."""
-    parameter_bytes: int
-    gradient_bytes: int
-    master_bytes: int = 0
-    """0 where the parameter is its own master."""
-    moment_bytes: int = 8
-    """Of both together."""
-    reference_bytes: int = 0
-    """Of a parameter of the frozen reference; 0 without one."""
     sleeps: bool = False
     """--offload-train: the state leaves the device between the phases of training."""
     target: Literal["cpu", "disk"] = "cpu"
@@ -48,27 +36,46 @@ class StateBytes:
     optimizer_on_host: float = 0.0
     """--optimizer-cpu-offload: this share of masters and moments is on the host always."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """How many parameters of each kind a rank holds, bytes of each, and where they lie."""
+
+    parameters: int
+    """Elements that are the rank's own: FSDP's shards; Megatron's whole share of the model."""
+    optimized: int
+    """Elements whose masters and moments are here: fewer under a distributed optimizer."""
+    parameter_bytes: int
+    gradient_bytes: int
+    master_bytes: int = 0
+    """0 where the parameter is its own master."""
+    moment_bytes: int = 8
+    """Of both together."""
+    reference_bytes: int = 0
+    """Of a parameter of the frozen reference; 0 without one."""
+    offload: Offload = Offload()
+
     def awake(self) -> list[Line]:
         """While training; the copies of the last sleep are kept, since pinning is slow."""
         parts = [("parameters", self._parameters), ("reference", self._reference)]
         lines = [self._held(name, count) for name, count in parts]
         lines += self._optimizer()
         backup = self._backup()
-        if self.sleeps and not self.on_host:
+        if self.offload.sleeps and not self.offload.on_host:
             lines.append(self._away("copies for sleep", backup))
         return _present(lines)
 
     def asleep(self, *, in_sync: bool = False) -> list[Line]:
         """Between the phases of training. ``in_sync``: during a weight update, for which
         parameters stay whose copy is on disk or that have none."""
-        if not self.sleeps or self.on_host:
+        if not self.offload.sleeps or self.offload.on_host:
             return self.awake()
         lines = [self._away("sleeping trainer", self._backup())]
-        held = round(self.optimizer_on_host * self._state)
+        held = round(self.offload.optimizer_on_host * self._state)
         lines.append(line("optimizer on the host", host=held))
-        if in_sync and (self._has_no_copy or self.target == "disk"):
+        if in_sync and (self._has_no_copy or self.offload.target == "disk"):
             lines.append(self._held("parameters", self._parameters))
-        if self.streams:
+        if self.offload.streams:
             lines += self._optimizer()
         return _present(lines)
 
@@ -77,9 +84,9 @@ class StateBytes:
 
     def buckets(self) -> list[Line]:
         """What a streamed optimizer step holds of its files at a time."""
-        if not self.streams:
+        if not self.offload.streams:
             return []
-        return [line("optimizer buckets", device=CHUNKS_IN_FLIGHT * self.chunk_bytes)]
+        return [line("optimizer buckets", device=CHUNKS_IN_FLIGHT * self.offload.chunk_bytes)]
 
     def checkpoint_bytes(self, *, optimizer: bool, copies: tuple[int, int] = (1, 1)) -> int:
         """This rank's part of a checkpoint, to which ranks with the same contents contribute
@@ -104,19 +111,19 @@ class StateBytes:
 
     @property
     def _has_no_copy(self) -> bool:
-        return self.rematerializes and self.master_bytes > 0
+        return self.offload.rematerializes and self.master_bytes > 0
 
     def _optimizer(self) -> list[Line]:
         masters = self.master_bytes * self.optimized
-        if self.streams:
-            moments = self.streamed_moment_bytes * self.optimized
+        if self.offload.streams:
+            moments = self.offload.streamed_moment_bytes * self.optimized
             return [
                 line("masters", disk=masters),
                 line("moments", disk=moments),
-                line("staged buckets", host=STAGED_BUCKETS * self.chunk_bytes),
+                line("staged buckets", host=STAGED_BUCKETS * self.offload.chunk_bytes),
             ]
         moments = self.moment_bytes * self.optimized
-        away, share = self.optimizer_on_host, 1 - self.optimizer_on_host
+        away, share = self.offload.optimizer_on_host, 1 - self.offload.optimizer_on_host
         return [
             self._held("masters", round(share * masters)),
             self._held("moments", round(share * moments)),
@@ -124,16 +131,18 @@ class StateBytes:
         ]
 
     def _backup(self) -> int:
-        optimizer = 0 if self.streams else round((1 - self.optimizer_on_host) * self._state)
+        optimizer = (
+            0 if self.offload.streams else round((1 - self.offload.optimizer_on_host) * self._state)
+        )
         parameters = 0 if self._has_no_copy else self._parameters
         return parameters + optimizer + self._reference
 
     def _held(self, name: str, num_bytes: int) -> Line:
-        return line(name, host=num_bytes) if self.on_host else line(name, device=num_bytes)
+        return line(name, host=num_bytes) if self.offload.on_host else line(name, device=num_bytes)
 
     def _away(self, name: str, num_bytes: int) -> Line:
-        if self.target == "disk":
-            return line(name, host=CHUNKS_IN_FLIGHT * self.chunk_bytes, disk=num_bytes)
+        if self.offload.target == "disk":
+            return line(name, host=CHUNKS_IN_FLIGHT * self.offload.chunk_bytes, disk=num_bytes)
         return line(name, host=num_bytes)
 
 

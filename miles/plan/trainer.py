@@ -34,7 +34,7 @@ def layers_of(job: Job, stage: int) -> tuple[Layer, ...]:
 
 def state(job: Job, stage: int) -> StateBytes:
     """The rank's parameters and what belongs to them."""
-    numbers, layout, offload = job.numbers, job.layout, job.offload
+    numbers, layout = job.numbers, job.layout
     if layout.backend == "fsdp":
         held = optimized = -(-job.model.num_parameters // layout.shards)
     else:
@@ -51,14 +51,7 @@ def state(job: Job, stage: int) -> StateBytes:
         master_bytes=numbers.master,
         moment_bytes=numbers.moments,
         reference_bytes=numbers.compute if numbers.reference else 0,
-        sleeps=offload.sleeps,
-        target=offload.target,
-        chunk_bytes=offload.chunk_bytes,
-        streams=offload.streams,
-        streamed_moment_bytes=offload.streamed_moment_bytes,
-        rematerializes=offload.rematerializes,
-        on_host=offload.on_host,
-        optimizer_on_host=offload.optimizer_on_host,
+        offload=job.offload,
     )
 
 
