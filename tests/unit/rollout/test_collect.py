@@ -239,7 +239,8 @@ def test_a_filter_that_keeps_nothing_stops_the_rollout_with_its_name(
     )
     with pytest.raises(ConfigError, match=r"drop_all.*dropped 20 groups in a row"):
         asyncio.run(collector.collect(0))
-    assert len(engines.requests) == 20
+    # Of the two groups of a batch the other may be on its way when the last one is dropped.
+    assert len(engines.requests) in (20, 21)
 
 
 def test_a_rollout_without_any_reward_stops_and_can_be_collected_again(
