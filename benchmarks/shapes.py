@@ -43,15 +43,10 @@ SHAPES: dict[ShapeName, Shape] = {
 }
 
 
-def make_model(folder: Path, shape: Shape) -> Path:
-    """Write a randomly initialised bf16 model with a tokenizer, unless it is there."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def make_config(shape: Shape) -> Any:
+    """transformers' ``Qwen3Config``."""
+    from transformers import Qwen3Config
 
-    from scripts.made_models import make_tokenizer
-
-    if (folder / "config.json").exists():
-        return folder
     settings = dict[str, Any](
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
@@ -63,8 +58,20 @@ def make_model(folder: Path, shape: Shape) -> Path:
         tie_word_embeddings=True,
         max_position_embeddings=40_960,
     )
+    return Qwen3Config(**settings)
+
+
+def make_model(folder: Path, shape: Shape) -> Path:
+    """Write a randomly initialised bf16 model with a tokenizer, unless it is there."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    from scripts.made_models import make_tokenizer
+
+    if (folder / "config.json").exists():
+        return folder
     with torch.device(device.current_device()):
-        model: Any = Qwen3ForCausalLM(Qwen3Config(**settings))
+        model: Any = Qwen3ForCausalLM(make_config(shape))
     model.to(torch.bfloat16).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder

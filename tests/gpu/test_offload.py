@@ -47,6 +47,21 @@ def test_cycles_restore_every_bit_and_hold_no_more_memory_each_time(
     store.close()
 
 
+def test_what_slept_together_comes_back_in_one_allocation() -> None:
+    where = device.current_device()
+    sizes = [(3 << 20) + 512 * n for n in range(40)] + [1 << 10, 25 << 20]
+    tensors = {str(n): torch.rand(size, device=where) for n, size in enumerate(sizes)}
+    store = OffloadStore(HostBacking(), weights=lambda: tensors)
+    store.sleep()
+    before = torch.accelerator.memory_stats()["segment.large_pool.allocated"]
+    store.wake_up()
+    assert torch.accelerator.memory_stats()["segment.large_pool.allocated"] == before + 1
+    reserved = device.memory_stats().reserved_bytes
+    store.sleep()
+    assert device.memory_stats().reserved_bytes <= reserved - 4 * sum(sizes)
+    store.close()
+
+
 def _resident_bytes() -> int:
     fields = Path("/proc/self/statm").read_text().split()
     return int(fields[1]) * 4096

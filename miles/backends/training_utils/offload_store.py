@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -79,8 +80,9 @@ class OffloadStore:
         self._derived, self._rebuild = derived, rebuild
         self._asleep = self._weights_gone = self._must_rebuild = False
         self._entries: dict[str, _Entry] = {}
-        self._saved: list[Part] = []
-        self._zeroed: list[Part] = []
+        self._saved: list[list[Part]] = []
+        """Those that left together; likewise the next."""
+        self._zeroed: list[list[Part]] = []
 
     @property
     def asleep(self) -> bool:
@@ -110,10 +112,12 @@ class OffloadStore:
 
     def wake_up(self) -> None:
         """Undo ``sleep``. Idempotent; collective where weights are to be rebuilt."""
-        for part in (*self._saved, *self._zeroed):
-            part.storage.resize_(part.num_bytes)
-        self._backing.load(self._saved)
-        for part in self._zeroed:
+        for parts in (*self._saved, *self._zeroed):
+            device.allocate_together([part.num_bytes for part in parts])
+            for part in parts:
+                part.storage.resize_(part.num_bytes)
+        self._backing.load(list(chain.from_iterable(self._saved)))
+        for part in chain.from_iterable(self._zeroed):
             part.device_bytes().zero_()
         device.synchronize()
         self._asleep = self._weights_gone = False
@@ -162,13 +166,13 @@ class OffloadStore:
         """At once, and only when all of them are safe."""
         leaving = list(parts.values())
         self._backing.save(leaving)
-        self._saved += leaving
+        self._saved.append(leaving)
         for part in leaving:
             part.storage.resize_(0)
 
     def _free(self, parts: Mapping[int, Part]) -> None:
         device.synchronize()
-        self._zeroed += parts.values()
+        self._zeroed.append(list(parts.values()))
         for part in parts.values():
             part.storage.resize_(0)
 
