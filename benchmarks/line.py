@@ -1,7 +1,8 @@
-"""A colocated run with SGLang on one accelerator, and what of each step is neither generating nor
-training; beside it plain SGLang with the same requests, and copies to and from the device.
+"""A run with SGLang, and what of each step is neither generating nor training; beside it plain
+SGLang with the same requests, and copies to and from the device.
 
     python benchmarks/line.py --shape qwen3-0.6b --train-backend fsdp    # one accelerator
+    python benchmarks/line.py --layout disaggregated                     # two: one trains
     python benchmarks/line.py --shape tiny                               # anywhere, to see it run
 
 The model has random weights and every response full length. The table shows medians of the steps
@@ -45,12 +46,14 @@ COPY_BYTES = 2**30
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Measure a colocated run with SGLang."""
+    """Measure a run with SGLang."""
 
     shape: ShapeName = "qwen3-0.6b"
     """The model."""
     train_backend: Literal["fsdp", "megatron"] = "fsdp"
     """Training backend."""
+    layout: Literal["colocated", "disaggregated"] = "colocated"
+    """Whether trainer and engine take turns on one device or have one each."""
     num_prompts: int = 16
     """Prompts of a rollout."""
     num_samples: int = 8
@@ -78,10 +81,11 @@ def flags_of(options: Benchmark, model: Path) -> dict[str, FlagValue]:
         "".join(json.dumps({"input": f"{number} {PROMPT}"}) + "\n" for number in range(rows)),
         encoding="utf-8",
     )
+    colocated = options.layout == "colocated"
     return {
         "train-backend": options.train_backend,
         "actor-num-gpus-per-node": 1,
-        "colocate": True,
+        **({"colocate": True} if colocated else {"rollout-num-gpus": 1}),
         "rollout-engine": "sglang",
         "hf-checkpoint": model.resolve(),
         "prompt-data": prompts.resolve(),
@@ -101,7 +105,7 @@ def flags_of(options: Benchmark, model: Path) -> dict[str, FlagValue]:
 
 def run_miles(options: Benchmark, argv: list[str]) -> dict[str, float]:
     """Medians of the run's metrics."""
-    run_dir = (options.folder / options.train_backend).resolve()
+    run_dir = (options.folder / f"{options.layout}-{options.train_backend}").resolve()
     subprocess.run(
         [sys.executable, str(ROOT / "train.py"), *argv, "--run-dir", str(run_dir)],
         check=True,
@@ -227,7 +231,7 @@ def main(options: Benchmark) -> None:
     found = run_miles(options, argv)
     shown = summary(options, found, run_plain(options, argv) if options.plain else None)
     rates = copy_bandwidth()
-    title = f"{options.shape}, {options.train_backend}, colocated"
+    title = f"{options.shape}, {options.train_backend}, {options.layout}"
     table = Table("", "median", title=title)
     for name, value in shown.items():
         table.add_row(name, f"{value:,.4g}")
@@ -235,8 +239,8 @@ def main(options: Benchmark) -> None:
         table.add_row(f"pinned copy {name}, GB/s", f"{value / 1e9:.1f}")
     Console().print(table)
     results = {"summary": shown, "metrics": found, "copies": rates}
-    target = options.folder / f"results-{options.shape}-{options.train_backend}.json"
-    target.write_text(json.dumps(results, indent=2), encoding="utf-8")
+    name = "-".join(("results", options.shape, options.train_backend, options.layout))
+    (options.folder / f"{name}.json").write_text(json.dumps(results, indent=2), encoding="utf-8")
 
 
 if __name__ == "__main__":

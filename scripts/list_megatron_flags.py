@@ -6,6 +6,7 @@ python -m scripts.list_megatron_flags > miles/config/megatron_flags.py
 import argparse
 import textwrap
 
+from miles.backends.megatron_utils import refusals
 from miles.config.flags import flag_specs
 from miles.config.root import MilesConfig
 
@@ -20,8 +21,15 @@ _NAMES = """
 {names}
 """
 
+_REFUSED = """
+{refused}
+"""
+
 MEGATRON_FLAGS = frozenset(_NAMES.split())
 """Names without the dashes in front."""
+
+REFUSED_FLAGS = frozenset(_REFUSED.split())
+"""Those among them that the Megatron backend refuses too, whatever else is given."""
 '''
 
 
@@ -44,15 +52,21 @@ def megatron_flags(parser: argparse.ArgumentParser) -> list[str]:
 
 def render(parser: argparse.ArgumentParser, version: str) -> str:
     """The text of the module."""
-    names = textwrap.fill(
-        " ".join(megatron_flags(parser)),
+    names = megatron_flags(parser)
+    against = refusals.reasons(parser)
+    refused = [name for name in names if against.get(f"--{name}") is not None]
+    return TEMPLATE.format(version=version, names=_fill(names), refused=_fill(refused))
+
+
+def _fill(names: list[str]) -> str:
+    return textwrap.fill(
+        " ".join(names),
         width=96,
         initial_indent="    ",
         subsequent_indent="    ",
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return TEMPLATE.format(version=version, names=names)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ class ObservabilityConfig:
     load_debug_rollout_data: Annotated[
         str | None, Doc("Train from recorded rollouts, without engines.")
     ] = None
-    debug_rollout_only: Annotated[bool, Doc("Generate and score, do not train.")] = False
+    debug_rollout_only: Annotated[bool, Doc("Generate and score; nothing is trained or saved.")] = (
+        False
+    )
     debug_exit_after_rollout: Annotated[
         int | None, Doc("Stop after so many rollouts of this process.")
     ] = None

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from miles.config.command_line import Foreign
 from miles.config.errors import Problem
 from miles.config.lora_flags import is_lora_flag
-from miles.config.megatron_flags import MEGATRON_FLAGS
+from miles.config.megatron_flags import MEGATRON_FLAGS, REFUSED_FLAGS
 from miles.config.root import MilesConfig
 from miles.config.rules.problems import problem
 
@@ -105,7 +105,8 @@ def refuse(foreign: Foreign) -> Problem | None:
         return Problem(foreign.name, foreign.value, remedy + where)
     if name not in MEGATRON_FLAGS:
         return None
-    remedy = _REMEDIES.get(name, "leave it out, or train with --train-backend megatron")
+    elsewhere = "" if name in REFUSED_FLAGS else ", or train with --train-backend megatron"
+    remedy = _REMEDIES.get(name, f"leave it out{elsewhere}")
     reason = "a flag of Megatron's, which the fsdp backend does not have"
     return Problem(foreign.name, foreign.value, f"{reason}; {remedy}{where}")
 

@@ -7,7 +7,6 @@ from miles.backends.training_utils.advantages import compute_advantages
 from miles.backends.training_utils.losses import make_loss
 from miles.backends.training_utils.metrics import finalize
 from miles.backends.training_utils.packing import build_micro_batches, with_fields
-from miles.config.algorithm import AlgorithmConfig
 from miles.config.derived import is_supervised, needs_reference
 from miles.config.root import MilesConfig
 from miles.contracts.hooks import LossScale
@@ -48,7 +47,7 @@ def _prepare(ops: PolicyOps, steps: Steps, config: MilesConfig, timer: Timer) ->
     if needs_reference(config):
         with timer.span("ref_log_probs"):
             steps = _with_log_probs(ops, steps, "ref")
-    first = _first_step_with_old_log_probs(config.algorithm)
+    first = _first_step_with_old_log_probs(config)
     if first is not None:
         with timer.span("log_probs"):
             steps = steps[:first] + _with_log_probs(ops, steps[first:], "actor")
@@ -59,14 +58,16 @@ def _prepare(ops: PolicyOps, steps: Steps, config: MilesConfig, timer: Timer) ->
     return [[with_fields(b, old_log_probs_R=None) for b in step] for step in steps[:1]] + steps[1:]
 
 
-def _first_step_with_old_log_probs(algorithm: AlgorithmConfig) -> int | None:
+def _first_step_with_old_log_probs(config: MilesConfig) -> int | None:
     """From which step on a pass must fetch the log-probs of the weights before the rollout.
 
-    The first step has them from its own forward pass, unless rewards depend on them.
+    The first step has them from its own forward pass, unless rewards depend on them or a hook waits
+    for that pass.
     """
-    if algorithm.use_rollout_logprobs:
+    if config.algorithm.use_rollout_logprobs:
         return None
-    return 0 if algorithm.kl_coef != 0 else 1
+    hooked = config.hooks.custom_megatron_before_log_prob_hook_path is not None
+    return 0 if config.algorithm.kl_coef != 0 or hooked else 1
 
 
 def _with_log_probs(ops: PolicyOps, steps: Steps, weights: WeightsTag) -> Steps:

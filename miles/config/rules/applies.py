@@ -179,6 +179,12 @@ APPLIES: tuple[Applies, ...] = (
         lambda c: c.algorithm.use_tis,
         "with --use-tis",
     ),
+    Applies(
+        ("custom_megatron_before_log_prob_hook_path",),
+        lambda c: needs_reference(c) or not c.algorithm.use_rollout_logprobs,
+        "where log-probs are computed: not with the engines' (--use-rollout-logprobs) and no "
+        "reference model",
+    ),
     Applies(("opsm_delta",), lambda c: c.algorithm.use_opsm, "with --use-opsm"),
     Applies(
         ("custom_loss_function_path",),
@@ -282,6 +288,9 @@ APPLIES: tuple[Applies, ...] = (
             "over_sampling_batch_size",
             "partial_rollout",
             "dynamic_sampling_filter_path",
+            "rollout_sample_filter_path",
+            "rollout_all_samples_process_path",
+            "custom_megatron_before_log_prob_hook_path",
             "custom_reward_post_process_path",
         ),
         lambda c: not is_supervised(c),
@@ -333,7 +342,7 @@ APPLIES: tuple[Applies, ...] = (
         "where there are engines: not to --loss-type sft_loss without evaluation",
     ),
 )
-"""Debugging from recorded rollouts (--load-debug-rollout-data) is no condition: it is meant to be
+"""Debugging (--debug-rollout-only, --load-debug-rollout-data) is no condition: it is meant to be
 added to the command line of the run that is looked into."""
 
 

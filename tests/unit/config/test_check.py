@@ -583,6 +583,7 @@ SPOILS: dict[str, tuple[str, ...]] = {
     "rewards_normalization": (*REINFORCE, "--normalize-advantages"),
     "update_weight_transfer_mode": ("--colocate",),
     "rm_url": ("--prompt-data", "reasoning_gym:chain_sum"),
+    "custom_megatron_before_log_prob_hook_path": ("--use-rollout-logprobs",),
     **dict.fromkeys(OF_LAUNCHED_ENGINES, EXTERNAL),
 }
 ROWS = [(number, dest) for number, row in enumerate(APPLIES) for dest in row.dests]

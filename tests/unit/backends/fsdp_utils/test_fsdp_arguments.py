@@ -3,9 +3,11 @@
 import pytest
 
 from miles.backends.fsdp_utils.arguments import check, missing_attention_package, refuse
+from miles.backends.megatron_utils import refusals
 from miles.config.cluster import ClusterConfig
 from miles.config.command_line import Foreign
 from miles.config.fsdp import FsdpConfig
+from miles.config.megatron_flags import MEGATRON_FLAGS
 from miles.config.precision import PrecisionConfig
 from miles.config.root import MilesConfig
 
@@ -82,6 +84,13 @@ def test_flags_of_the_other_backend_are_refused_by_name(flag: str, remedy: str) 
     assert problem.flag == flag
     assert "fsdp" in problem.remedy
     assert remedy in problem.remedy
+
+
+@pytest.mark.parametrize("name", sorted(refusals.REASONS.keys() & MEGATRON_FLAGS))
+def test_nobody_is_sent_to_megatron_with_a_flag_that_it_refuses_too(name: str) -> None:
+    problem = refuse(Foreign(name=f"--{name}", words=()))
+    assert problem is not None
+    assert "--train-backend megatron" not in problem.remedy
 
 
 def test_a_slip_of_the_pen_is_left_to_others() -> None:

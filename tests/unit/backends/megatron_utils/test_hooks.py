@@ -48,7 +48,6 @@ def test_hooks_run_after_initialization_and_before_log_probs_and_steps(
     )
     rollouts = make_rollouts(config, 2, dp_size=1)
     for answer in megatron_ranks.run_well(train_with_hooks, config, rollouts, num_ranks=2):
-        # The first step has the old policy's log-probs from its own forward pass.
         rollout = [("log-probs", 1, "ref_"), ("log-probs", 1, "")]
         assert answer["seen"] == [
             ("init", 64, 2),
@@ -59,6 +58,20 @@ def test_hooks_run_after_initialization_and_before_log_probs_and_steps(
             ("step", 1, 0, 2),
             ("step", 1, 1, 3),
         ]
+
+
+def test_a_hook_before_log_probs_runs_where_a_step_would_need_no_pass_for_them(
+    megatron_ranks: Ranks, models: dict[str, Path]
+) -> None:
+    config = make_config(
+        models["dense"],
+        *TP2,
+        data={"global_batch_size": 6},
+        hooks={"custom_megatron_before_log_prob_hook_path": f"{HERE}.before_log_prob"},
+    )
+    rollouts = make_rollouts(config, 2, dp_size=1)
+    for answer in megatron_ranks.run_well(train_with_hooks, config, rollouts, num_ranks=2):
+        assert answer["seen"] == [("log-probs", 1, ""), ("log-probs", 1, "")]
 
 
 @pytest.fixture(scope="module")
