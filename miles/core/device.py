@@ -5,7 +5,8 @@ variables, and no-ops on a machine without an accelerator.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -95,13 +96,23 @@ def empty_cache() -> None:
         torch.accelerator.empty_cache()
 
 
-def allocate_together(sizes: Sequence[int]) -> None:
-    """Let the allocations of so many bytes each that follow be parts of one: the device takes about
-    as long for a small one as for a large one, and again to free it."""
-    if device_type() == "cuda":
-        own = [size for size in sizes if size > _POOLED_BYTES]
-        total = sum(-(-size // _ALLOCATION_ALIGNMENT) * _ALLOCATION_ALIGNMENT for size in own)
+@contextmanager
+def allocated_together(sizes: Sequence[int]) -> Generator[None]:
+    """The allocations of so many bytes each that are made here are parts of one, which nothing else
+    is part of: when they are gone, all of it can be given back, and at once. The device takes about
+    as long to give or take a small piece as a large one."""
+    if device_type() != "cuda":
+        yield
+        return
+    own = [size for size in sizes if size > _POOLED_BYTES]
+    total = sum(-(-size // _ALLOCATION_ALIGNMENT) * _ALLOCATION_ALIGNMENT for size in own)
+    # Within a pool PyTorch does not look for what other pools have cached and could give back.
+    empty_cache()
+    # Without one, what is left over at the end of the segment would go to whoever asks next, and
+    # keep the segment as long as it lives.
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
         torch.empty(total, dtype=torch.uint8, device=current_device())
+        yield
 
 
 def empty_host_cache() -> None:

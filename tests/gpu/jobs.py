@@ -16,6 +16,8 @@ from miles.core import device
 from miles.ray.train.actor_factory import BACKENDS
 from tests.unit.backends.fsdp_utils.jobs import start, weights_of
 
+SEGMENTS = 8 << 20
+"""Bytes of the few smallest segments of PyTorch's allocator (2 MiB), which small tensors share."""
 Place = Literal["host", "disk", "streamed"]
 """Where the state lies asleep, or its optimizer's part always."""
 
@@ -26,6 +28,12 @@ def offload_to(where: Place, directory: Path) -> dict[str, Any]:
         return {}
     fields = {"offload_train_target": "disk", "offload_train_disk_dir": str(directory)}
     return {**fields, "stream_optimizer_state_to_disk": where == "streamed"}
+
+
+def _without_an_actor() -> device.MemoryStats:
+    gc.collect()
+    device.empty_cache()
+    return device.memory_stats()
 
 
 def memory_of_a_step(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
@@ -47,10 +55,8 @@ def memory_of_a_step(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> d
 
 def memory_after_a_step(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
     """Bytes of this rank's actor on its device after a rollout, and how many its shards and its
-    optimizer have, wherever they are; where the latter are; then the same asleep."""
-    gc.collect()
-    device.empty_cache()
-    others = device.memory_stats().allocated_bytes
+    optimizer have, wherever they are; where the latter are; then what PyTorch holds asleep."""
+    others = _without_an_actor()
     actor, _ = start(config, with_ref=config.algorithm.use_kl_loss)
     actor.train(0, rollouts[0][actor.parallel.dp_rank])
     tensors = [*actor.ops.model.module.parameters(), *actor.ops.optimizer.state_tensors().values()]
@@ -60,9 +66,10 @@ def memory_after_a_step(config: MilesConfig, rollouts: list[list[TrainBatch]]) -
     before = weights_of(actor)
     # The workspaces of matrix products are larger than this model.
     device.empty_cache()
-    awake = device.memory_stats().allocated_bytes - others
+    awake = device.memory_stats().allocated_bytes - others.allocated_bytes
     actor.sleep()
-    asleep, weights = device.memory_stats().allocated_bytes - others, weights_of(actor)
+    asleep = device.memory_stats().reserved_bytes - others.reserved_bytes
+    weights = weights_of(actor)
     actor.wake_up()
     steps = actor.train(1, rollouts[1][actor.parallel.dp_rank]).steps
     actor.shutdown()
@@ -77,22 +84,27 @@ def memory_after_a_step(config: MilesConfig, rollouts: list[list[TrainBatch]]) -
 
 
 def memory_around_sleep(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
-    """Bytes of this rank's actor awake and asleep, twice over, and the weights around it."""
-    gc.collect()
-    others = device.memory_stats().allocated_bytes
+    """Bytes of this rank's actor on its device, awake, and of what PyTorch holds for it asleep:
+    twice after a rollout and once after the next; the weights around it, and the steps."""
+    others = _without_an_actor()
     actor: Any = BACKENDS.load(config.cluster.train_backend)()
     actor.init(config)
     actor.train(0, rollouts[0][actor.parallel.dp_rank])
     before = weights_of(actor)
     awake: list[int] = []
     asleep: list[int] = []
-    for _ in range(2):
-        awake.append(device.memory_stats().allocated_bytes - others)
+
+    def nap() -> None:
+        awake.append(device.memory_stats().allocated_bytes - others.allocated_bytes)
         actor.sleep()
-        asleep.append(device.memory_stats().allocated_bytes - others)
+        asleep.append(device.memory_stats().reserved_bytes - others.reserved_bytes)
         actor.wake_up()
+
+    nap()
+    nap()
     after = weights_of(actor)
     stats = actor.train(1, rollouts[1][actor.parallel.dp_rank])
+    nap()
     actor.shutdown()
     return {
         "awake": awake,

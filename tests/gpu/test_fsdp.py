@@ -16,6 +16,7 @@ from tests.engine_process import running_engine
 from tests.gpu.conftest import DeviceRanks
 from tests.gpu.jobs import (
     Place,
+    SEGMENTS,
     memory_after_a_step,
     memory_around_sleep,
     memory_of_a_step,
@@ -138,7 +139,7 @@ def test_sleep_gives_the_memory_back_and_waking_up_restores_every_bit(
     ):
         assert answer["unchanged"]
         for awake, asleep in zip(answer["awake"], answer["asleep"], strict=True):
-            assert asleep < 0.05 * awake
+            assert asleep < 0.05 * awake + SEGMENTS
         after = plain["steps"][len(answer["steps"]) :]
         for step, expected in zip(answer["steps"], after, strict=True):
             assert step.loss == pytest.approx(expected.loss, abs=1e-5)
@@ -167,7 +168,7 @@ def test_with_shards_in_host_memory_a_run_goes_the_same_way_and_the_device_holds
     for answer, plain in zip(answers, undisturbed, strict=True):
         assert answer["places"] == ["cpu"]
         assert answer["awake"] < 0.1 * answer["state"]
-        assert answer["asleep"] < 0.01 * answer["state"]
+        assert answer["asleep"] < 0.01 * answer["state"] + SEGMENTS
         assert answer["unchanged"]
         after = plain["steps"][-len(answer["steps"]) :]
         for step, expected in zip(answer["steps"], after, strict=True):

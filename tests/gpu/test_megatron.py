@@ -14,7 +14,7 @@ from tests.contract.test_trainer_contract import make_config as make_contract_co
 from tests.contract.trainer_lives import first_life, second_life
 from tests.engine_process import running_engine
 from tests.gpu.conftest import LayoutRanks
-from tests.gpu.jobs import Place, memory_around_sleep, offload_to
+from tests.gpu.jobs import SEGMENTS, Place, memory_around_sleep, offload_to
 from tests.gpu.megatron_jobs import memory_of_a_step
 from tests.unit.backends.fsdp_utils.jobs import from_bytes, make_groups, make_rollouts
 from tests.unit.backends.fsdp_utils.test_actor import (
@@ -154,11 +154,30 @@ def test_sleep_gives_the_memory_back_and_waking_up_restores_every_bit(
     for answer, other in zip(slept, undisturbed, strict=True):
         assert answer["unchanged"]
         for awake, asleep in zip(answer["awake"], answer["asleep"], strict=True):
-            assert asleep < 0.05 * awake
+            assert asleep < 0.05 * awake + SEGMENTS
         after = other["steps"][len(answer["steps"]) :]
         for step, expected in zip(answer["steps"], after, strict=True):
             assert step.loss == pytest.approx(expected.loss, abs=1e-5)
             assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+
+
+def test_what_megatron_keeps_of_sequence_lengths_keeps_no_memory_of_a_sleeping_trainer(
+    layout_ranks: LayoutRanks, tmp_path: Path
+) -> None:
+    """Rotary embeddings of such lengths are larger than what PyTorch puts in small segments."""
+    model = make_qwen3(tmp_path / "model", hidden_size=512, intermediate_size=2048, num_layers=4)
+    config = make_config(
+        model,
+        data={"max_tokens_per_gpu": 20_000, "global_batch_size": 2},
+        rollout={"rollout_max_response_len": 9000},
+        algorithm={"log_probs_chunk_size": 1024},
+        precision={"fp32": False},
+    )
+    lengths = [[(16, 5000), (16, 7000)], [(16, 9000), (16, 6000)]]
+    rollouts = [make_batches(make_groups(n, two), config, n, 1) for n, two in enumerate(lengths)]
+    (found,) = layout_ranks.run(ONE, memory_around_sleep, config, rollouts)
+    for awake, asleep in zip(found["awake"], found["asleep"], strict=True):
+        assert asleep < 0.05 * awake + SEGMENTS
 
 
 HOST = ("--optimizer-cpu-offload", "--use-precision-aware-optimizer")
@@ -227,7 +246,7 @@ def test_an_optimizer_in_host_memory_takes_no_device_memory_awake_or_asleep(
     assert found["unchanged"]
     for awake, asleep, before in zip(found["awake"], found["asleep"], plain["awake"], strict=True):
         assert awake < 0.6 * before
-        assert asleep < 0.05 * awake
+        assert asleep < 0.05 * awake + SEGMENTS
 
 
 def test_a_checkpoint_goes_on_with_its_optimizer_on_the_device_and_back(

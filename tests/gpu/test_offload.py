@@ -62,6 +62,28 @@ def test_what_slept_together_comes_back_in_one_allocation() -> None:
     store.close()
 
 
+def test_what_others_allocate_awake_keeps_no_segment_of_a_sleeping_trainer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    where = device.current_device()
+    # 512 KiB above a multiple of the 2 MiB that segments come in: 1.5 MiB are left at the end.
+    sizes = [100 << 20] * 3 + [(100 << 20) + (512 << 10)]
+    tensors = {str(n): torch.rand(size // 4, device=where) for n, size in enumerate(sizes)}
+    store = OffloadStore(HostBacking(), weights=lambda: tensors)
+    store.sleep()
+    before = device.memory_stats().reserved_bytes
+    store.wake_up()
+    kept = [torch.empty(size, dtype=torch.uint8, device=where) for size in (1_258_000, 600_000)]
+    store.sleep()
+    assert device.memory_stats().reserved_bytes - before < 64 << 20
+    assert "sleeping trainer keeps" not in caplog.text
+    store.wake_up()
+    kept.append(torch.empty(200 << 20, dtype=torch.uint8, device=where))
+    store.sleep()
+    assert "sleeping trainer keeps" in caplog.text
+    store.close()
+
+
 def _resident_bytes() -> int:
     fields = Path("/proc/self/statm").read_text().split()
     return int(fields[1]) * 4096

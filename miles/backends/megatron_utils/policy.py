@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from miles.backends.megatron_utils.bridge import converter_of
+from miles.backends.megatron_utils.caches import drop_caches
 from miles.backends.megatron_utils.checkpoint import find_weights, load_weights
 from miles.backends.megatron_utils.chunks import build_chunks
 from miles.backends.megatron_utils.converters import Converter
@@ -118,6 +119,7 @@ class MegatronPolicyOps:
         if not self.store.asleep:
             self.model.synchronize_parameters()
             self._rebuilt.note()
+            drop_caches()
         self.store.sleep(keep_weights=keep_weights)
 
     def close(self) -> None:

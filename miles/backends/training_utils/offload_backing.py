@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -38,9 +39,10 @@ class Part:
 class Backing(Protocol):
     """Bytes of parts by their keys."""
 
-    def save(self, parts: Sequence[Part]) -> None:
+    def save(self, groups: Sequence[Sequence[Part]]) -> None:
         """Take the bytes over; they are safe when this returns. The storages stay as they are, also
-        when it raises ``OffloadError``."""
+        when it raises ``OffloadError``. What is a group is one in every cycle; other calls may save
+        the groups one by one."""
         ...
 
     def load(self, parts: Sequence[Part]) -> None:
@@ -82,9 +84,10 @@ class HostBacking:
         """Held."""
         return sum(slab.numel() for group in self._groups for slab in group.slabs)
 
-    def save(self, parts: Sequence[Part]) -> None:
-        self._make_room(parts)
-        for part in parts:
+    def save(self, groups: Sequence[Sequence[Part]]) -> None:
+        for parts in groups:
+            self._make_room(parts)
+        for part in chain.from_iterable(groups):
             for held, outside in self._pieces(part, 0, part.device_bytes()):
                 held.copy_(outside, non_blocking=True)
         device.synchronize()
@@ -110,11 +113,11 @@ class HostBacking:
         kept = [group for group in self._groups if group.places]
         if len(kept) < len(self._groups):
             self._groups = kept
-            device.empty_host_cache()
+            _give_back_host_memory()
 
     def close(self) -> None:
         self._groups.clear()
-        device.empty_host_cache()
+        _give_back_host_memory()
 
     def _make_room(self, parts: Sequence[Part]) -> None:
         held = {key: size for group in self._groups for key, (_, size) in group.places.items()}
@@ -168,12 +171,13 @@ class DiskBacking:
         self._buffers: list[Tensor] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload")
 
-    def save(self, parts: Sequence[Part]) -> None:
-        self._place(parts)
+    def save(self, groups: Sequence[Sequence[Part]]) -> None:
+        for parts in groups:
+            self._place(parts)
         self._file.reserve(self._end)
         pending: list[Future[None] | None] = [None, None]
         try:
-            for number, window in enumerate(self._windows(parts)):
+            for number, window in enumerate(self._windows(list(chain.from_iterable(groups)))):
                 slot = number % 2
                 _finish(pending[slot])
                 buffer = self._buffer(slot, window)
@@ -219,7 +223,7 @@ class DiskBacking:
         self._buffers.clear()
 
     def _place(self, parts: Sequence[Part]) -> None:
-        """What is saved together for the first time lies together, from an aligned offset on."""
+        """A group lies together, from an aligned offset on."""
         for part in parts:
             if self._places.get(part.key, (0, -1))[1] != part.num_bytes:
                 self._places[part.key] = (self._end, part.num_bytes)
@@ -227,8 +231,8 @@ class DiskBacking:
         self._end = align_up(self._end)
 
     def _windows(self, parts: Sequence[Part]) -> Iterator[_Window]:
-        """At most ``chunk_bytes`` each, in blocks of the disk that no other window touches. Parts
-        placed together are saved together: nobody owns what lies between them."""
+        """At most ``chunk_bytes`` each, in blocks of the disk that no other window touches. Groups
+        are saved whole, in blocks of their own: nobody owns what lies between parts."""
         window: _Window | None = None
         for part in sorted(parts, key=lambda one: self._places[one.key]):
             place, done = self._places[part.key][0], 0
@@ -264,6 +268,12 @@ class DiskBacking:
         if length > self._buffers[slot].numel():
             self._buffers[slot] = aligned_buffer(min(self._chunk_bytes, self._end))
         return self._buffers[slot][:length]
+
+
+def _give_back_host_memory() -> None:
+    # PyTorch keeps what the device may still read from.
+    device.synchronize()
+    device.empty_host_cache()
 
 
 def _finish(pending: Future[None] | None) -> None:

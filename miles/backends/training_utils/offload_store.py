@@ -1,6 +1,6 @@
 """Sleep and wake: device storages are copied elsewhere and freed, later restored bit for bit."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -16,6 +16,12 @@ log = logging.get(__name__)
 
 Named = Callable[[], Mapping[str, Tensor]]
 
+_GIB = 2**30
+_MAY_STAY = 0.05
+"""Of the device memory that a trainer had, while it sleeps."""
+_MAY_STAY_BYTES = 64 << 20
+"""Whatever the share: tensors of other owners, in PyTorch's segments of 20 MiB."""
+
 
 @dataclass(frozen=True)
 class _Entry:
@@ -30,8 +36,11 @@ class _Entry:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's shard, sharing storage with ``tensor``."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        # Detaching a DTensor goes through its dispatcher: ten times as long, for every tensor.
+        with torch.no_grad():
+            return tensor.to_local().detach()
+    return tensor.detach()
 
 
 def make_backing(config: OffloadConfig) -> Backing:
@@ -79,6 +88,7 @@ class OffloadStore:
         self._weights, self._others, self._scratch = weights, others, scratch
         self._derived, self._rebuild = derived, rebuild
         self._asleep = self._weights_gone = self._must_rebuild = False
+        self._reserved_awake = 0
         self._entries: dict[str, _Entry] = {}
         self._saved: list[list[Part]] = []
         """Those that left together; likewise the next."""
@@ -98,24 +108,21 @@ class OffloadStore:
         ``keep_weights`` leaves the policy's weights where they are; another call without it frees
         them too. Raises ``OffloadError`` and leaves what it was about to free as it was.
         """
-        updated = self._asleep
         if not self._asleep:
-            weights = _storages(self._weights())
-            others = _storages(self._others(), beside=weights)
-            self._save_and_free(others)
-            self._free(_storages(self._scratch(), beside=weights | others))
-            self._asleep = True
-        if not (keep_weights or self._weights_gone):
-            self._leave_weights(updated=updated)
-            self._weights_gone = True
+            self._reserved_awake = device.memory_stats().reserved_bytes
+        frees_weights = not (keep_weights or self._weights_gone)
+        if frees_weights or not self._asleep:
+            self._leave(with_weights=frees_weights)
         device.empty_cache()
+        if frees_weights:
+            self._tell_what_stays()
 
     def wake_up(self) -> None:
         """Undo ``sleep``. Idempotent; collective where weights are to be rebuilt."""
         for parts in (*self._saved, *self._zeroed):
-            device.allocate_together([part.num_bytes for part in parts])
-            for part in parts:
-                part.storage.resize_(part.num_bytes)
+            with device.allocated_together([part.num_bytes for part in parts]):
+                for part in parts:
+                    part.storage.resize_(part.num_bytes)
         self._backing.load(list(chain.from_iterable(self._saved)))
         for part in chain.from_iterable(self._zeroed):
             part.device_bytes().zero_()
@@ -143,48 +150,73 @@ class OffloadStore:
         """Give host memory and disk space back."""
         self._backing.close()
 
-    def _leave_weights(self, *, updated: bool) -> None:
-        """``updated``: engines have them already."""
-        weights = _storages(self._weights())
-        derived = _storages(self._derived()) if updated else {}
-        locals_by_name = {name: local_tensor(tensor) for name, tensor in self._weights().items()}
+    def _leave(self, *, with_weights: bool) -> None:
+        """Free what is there still, at once, and only when all that is kept is safe."""
+        named = _locals(self._weights())
+        weights = _storages(named)
+        saved: list[list[Part]] = []
+        freed: list[Part] = []
+        if not self._asleep:
+            others = _storages(_locals(self._others()), beside=weights)
+            scratch = _storages(_locals(self._scratch()), beside=weights | others)
+            saved.append(list(others.values()))
+            freed += scratch.values()
         entries: dict[str, _Entry] = {}
-        for name, local in locals_by_name.items():
-            address = local.untyped_storage().data_ptr()
-            if address in weights:
-                entries[name] = _Entry(local, weights[address], address not in derived)
-        kept = {k: part for k, part in weights.items() if k not in derived}
-        # Apart from the rest: the memory of a copy that is not made again can be given back then.
-        rebuildable = _storages(self._derived()).keys()
-        self._save_and_free({k: part for k, part in kept.items() if k not in rebuildable})
-        self._save_and_free({k: part for k, part in kept.items() if k in rebuildable})
-        self._backing.forget(list(derived.values()))
-        self._free(derived)
-        self._entries, self._must_rebuild = entries, bool(derived)
-
-    def _save_and_free(self, parts: Mapping[int, Part]) -> None:
-        """At once, and only when all of them are safe."""
-        leaving = list(parts.values())
-        self._backing.save(leaving)
-        self._saved.append(leaving)
-        for part in leaving:
-            part.storage.resize_(0)
-
-    def _free(self, parts: Mapping[int, Part]) -> None:
+        dropped: list[Part] = []
+        if with_weights:
+            rebuildable = _storages(_locals(self._derived())).keys()
+            plain = [part for address, part in weights.items() if address not in rebuildable]
+            derived = [part for address, part in weights.items() if address in rebuildable]
+            # Engines have had an update between this sleep and the one that kept the weights.
+            kept, dropped = ([], derived) if self._asleep else (derived, [])
+            # Apart from the rest: the memory of a copy that is not made again is given back then.
+            saved += [plain, kept]
+            entries = _entries(named, weights, {part.key for part in dropped})
+        self._backing.save(saved)
+        self._backing.forget(dropped)
         device.synchronize()
-        self._zeroed.append(list(parts.values()))
-        for part in parts.values():
+        for part in chain(*saved, freed, dropped):
             part.storage.resize_(0)
+        self._saved += saved
+        self._zeroed += [freed, dropped]
+        self._entries, self._must_rebuild = entries, bool(dropped)
+        self._asleep, self._weights_gone = True, with_weights
+
+    def _tell_what_stays(self) -> None:
+        stats = device.memory_stats()
+        if stats.reserved_bytes > max(_MAY_STAY * self._reserved_awake, _MAY_STAY_BYTES):
+            log.warning(
+                "a sleeping trainer keeps %.2f of %.2f GiB of device memory, which engines lack: "
+                "%.2f GiB are tensors that something outside of its state refers to, the rest are "
+                "the segments of PyTorch's allocator that they lie in",
+                stats.reserved_bytes / _GIB,
+                self._reserved_awake / _GIB,
+                stats.allocated_bytes / _GIB,
+            )
+
+
+def _locals(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: local_tensor(tensor) for name, tensor in tensors.items()}
+
+
+def _entries(
+    named: Mapping[str, Tensor], weights: Mapping[int, Part], dropped: Collection[str]
+) -> dict[str, _Entry]:
+    entries: dict[str, _Entry] = {}
+    for name, local in named.items():
+        part = weights.get(local.untyped_storage().data_ptr())
+        if part is not None:
+            entries[name] = _Entry(local, part, part.key not in dropped)
+    return entries
 
 
 def _storages(
-    tensors: Mapping[str, Tensor], *, beside: Mapping[int, Part] | None = None
+    named: Mapping[str, Tensor], *, beside: Mapping[int, Part] | None = None
 ) -> dict[int, Part]:
-    """The storages behind tensors by their addresses, less empty ones and those of ``beside``. A
+    """The storages behind shards by their addresses, less empty ones and those of ``beside``. A
     storage is called by the first of its names."""
     parts: dict[int, Part] = {}
-    for name, tensor in tensors.items():
-        local = local_tensor(tensor)
+    for name, local in named.items():
         storage = local.untyped_storage()
         address = storage.data_ptr()
         if storage.nbytes() > 0 and address not in parts and address not in (beside or {}):

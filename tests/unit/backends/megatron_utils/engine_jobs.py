@@ -5,6 +5,7 @@ do that in the actor.
 """
 
 import dataclasses
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,7 @@ def train_with_naps(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> di
     actor, _ = start(config, with_ref=config.algorithm.use_kl_loss)
     steps: list[Any] = []
     held: set[int] = set()
+    cached: list[int] = []
     same: list[bool] = []
     refused = 0
     for rollout_id, shards in enumerate(rollouts):
@@ -145,9 +147,11 @@ def train_with_naps(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> di
         steps += actor.train(rollout_id, shard).steps
         awake = weights_of(actor)
         state = {**actor.ops.store.tensors(), **actor.ops._gradients()}
+        cached.append(num_cached_embeddings())
         for _ in range(2):
             actor.sleep()
         held |= {tensor.untyped_storage().nbytes() for tensor in state.values()}
+        cached.append(num_cached_embeddings())
         same.append(weights_of(actor) == awake)
         try:
             actor.train(rollout_id, shard)
@@ -158,7 +162,15 @@ def train_with_naps(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> di
         same.append(weights_of(actor) == awake)
     weights = weights_of(actor)
     actor.shutdown()
-    return {"steps": steps, "weights": weights, "held": held, "refused": refused, "same": same}
+    found = {"held": held, "refused": refused, "same": same, "cached": cached}
+    return {"steps": steps, "weights": weights, **found}
+
+
+def num_cached_embeddings() -> int:
+    """Of sequence lengths, by Megatron."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    return RotaryEmbedding.forward.cache_info().currsize
 
 
 def held_asleep(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
@@ -229,8 +241,8 @@ def train_with_updates_between(
             assert weights_of(actor) == awake
         actor.sleep()
         names = local_tensors(actor.ops.model.chunks)
-        saved = [part for part in actor.ops.store._saved if part.key in names]
-        kept.append(sum(part.num_bytes for part in saved))
+        saved = chain.from_iterable(actor.ops.store._saved)
+        kept.append(sum(part.num_bytes for part in saved if part.key in names))
         assert {t.untyped_storage().nbytes() for t in names.values()} == {0}
         actor.wake_up()
         assert weights_of(actor) == awake

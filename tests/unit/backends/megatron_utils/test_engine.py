@@ -176,6 +176,7 @@ def test_sleep_changes_no_bit_and_frees_everything(
         assert one["steps"] == other["steps"]
         assert one["weights"] == other["weights"]
         assert one["held"] == {0}
+        assert min(one["cached"][::2]) > 0 == max(one["cached"][1::2])
         assert one["refused"] == 2
         assert all(one["same"])
 

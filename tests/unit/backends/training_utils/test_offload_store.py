@@ -121,6 +121,20 @@ def test_weights_stay_for_an_update_and_leave_after_it(backing: Backing) -> None
     assert moments.tolist() == [2, 2, 2]
 
 
+def test_weights_leave_with_the_rest_in_one_cycle_and_after_it_in_another(backing: Backing) -> None:
+    weights, moments = torch.arange(5.0), torch.full((3,), 2.0)
+    store = OffloadStore(backing, weights=always(w=weights), others=always(m=moments))
+    for cycle in range(4):
+        store.sleep(keep_weights=cycle % 2 == 1)
+        store.sleep()
+        assert storage_bytes(weights, moments) == [0, 0]
+        store.wake_up()
+        assert weights.tolist() == [cycle, 1 + cycle, 2 + cycle, 3 + cycle, 4 + cycle]
+        assert moments.tolist() == [2 + cycle] * 3
+        weights += 1
+        moments += 1
+
+
 def test_what_can_be_rebuilt_is_kept_only_until_an_update_had_it(backing: Backing) -> None:
     masters, weights, bias = torch.arange(4.0), torch.arange(4).bfloat16(), torch.ones(2)
 
