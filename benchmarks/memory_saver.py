@@ -85,17 +85,10 @@ def by_memory_saver(shape: Shape) -> tuple[Tensors, Callable[[], None], Callable
     return tensors, lambda: saver.pause(TAG), lambda: saver.resume(TAG)
 
 
-def used_bytes() -> int:
-    """Of the device, by whomever: torch_memory_saver works below PyTorch's counts."""
-    if not device.has_accelerator():
-        return 0
-    free, total = torch.accelerator.get_memory_info()
-    return total - free
-
-
 def run(method: Method, shape: Shape, num_cycles: int) -> Measured:
     device.bind(0)
-    before = used_bytes()
+    # Not PyTorch's counts: torch_memory_saver works below them.
+    before = device.used_bytes()
     ways = {"storages": by_storages, "memory saver": by_memory_saver}
     tensors, sleep, wake_up = ways[method](shape)
     expected = {name: int(tensor.view(torch.int32).sum()) for name, tensor in tensors.items()}
@@ -104,7 +97,7 @@ def run(method: Method, shape: Shape, num_cycles: int) -> Measured:
     left = 0
     for _ in range(num_cycles + 1):
         sleeps.append(timed(sleep))
-        left = used_bytes() - before
+        left = device.used_bytes() - before
         time.sleep(0.2)
         wakes.append(timed(wake_up))
     for name, tensor in tensors.items():

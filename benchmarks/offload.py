@@ -1,7 +1,12 @@
 """Sleep, wake-up and streamed steps beside what the copy engine and the disk give in the same run.
 
-    python benchmarks/offload.py --shape qwen3-4b --disk-dir /scratch   # one accelerator
+    python benchmarks/offload.py --shape qwen3-4b --cases cpu           # one accelerator
+    python benchmarks/offload.py --shape qwen3-0.6b --disk-dir /scratch # the same, with a disk
     python benchmarks/offload.py --shape small --sequence-length 64     # anywhere, the same code
+
+The first moves 48 GB (FSDP) and 56 GB (Megatron) through as much pinned host memory; the second
+writes at most 9 GB a sleep, and takes as long as the disk does. results.json holds every case that
+has ended.
 
 Every case is one trainer process: it trains a step, then sleeps and wakes (the first cycle, which
 pins memory or makes files, is a row of its own), then trains on. Ceilings: one large pinned copy
@@ -12,12 +17,15 @@ streamed step, on the same disk.
 import json
 import multiprocessing as mp
 import os
+import queue
+import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,9 +35,10 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import train_step
-from benchmarks.shapes import SHAPES, ShapeName, make_model
+from benchmarks.shapes import SHAPES, Shape, ShapeName, make_model
 from miles.backends.training_utils.direct_file import DirectFile, aligned_buffer
 from miles.backends.training_utils.streamed_optimizer import StreamedAdam
+from miles.config.offload import OffloadConfig
 from miles.config.root import MilesConfig
 from miles.contracts.types import Group
 from miles.core import device, distributed
@@ -44,7 +53,7 @@ GIB = 2**30
 class Benchmark:
     """Measure offloading of both backends."""
 
-    shape: ShapeName = "qwen3-4b"
+    shape: ShapeName = "qwen3-0.6b"
     """The model."""
     backends: tuple[BackendName, ...] = ("fsdp", "megatron")
     """Which backends, in this order."""
@@ -58,7 +67,7 @@ class Benchmark:
     """MiB of each raw transfer."""
     sequence_length: int = 1024
     """Tokens of a sequence, two of which are a step."""
-    num_cycles: int = 3
+    num_cycles: int = 2
     """Cycles, and steps, after the first."""
     megatron_flags: str = ""
     """More flags for the Megatron backend."""
@@ -96,33 +105,39 @@ class Measured:
     """Of the step: bringing in, updating and writing back the streamed state."""
     peak_bytes: int = 0
     """On the device, in a step."""
-    asleep_bytes: int = 0
-    """On the device, asleep."""
     awake_bytes: int = 0
-    host_bytes: int = 0
-    """Resident in host memory, asleep."""
+    """On the device, that PyTorch holds; likewise the next."""
+    asleep_bytes: int = 0
+    left_bytes: int = 0
+    """Of the device's memory, asleep: what is not free of what was before the actor was built; with
+    contexts of CUDA and NCCL."""
+    pinned_bytes: int = 0
+    """Host memory for the device's copies, asleep."""
+    resident_bytes: int | None = None
+    """Other memory of the process, asleep; unknown where the system does not tell."""
 
 
 def make_config(options: Benchmark, backend: BackendName, case: Case, model: Path) -> MilesConfig:
-    flags = ["--colocate"]
-    if case != "cpu":
-        flags += ["--offload-train-target", "disk", "--offload-train-disk-dir"]
-        flags += [str(options.disk_dir), "--offload-train-disk-chunk-mb", str(options.chunk_mb)]
-    if case.startswith("streamed"):
-        flags += ["--stream-optimizer-state-to-disk"]
-    if case == "streamed bf16":
-        flags += ["--stream-optimizer-state-moment-dtype", "bf16"]
     steps = train_step.Benchmark(
         shape=options.shape,
         sequence_length=options.sequence_length,
         tokens_per_step=2 * options.sequence_length,
         num_steps=options.num_cycles + 1,
         num_warmup=0,
-        fsdp_flags=" ".join(flags),
-        megatron_flags=" ".join([*flags, options.megatron_flags]),
+        megatron_flags=options.megatron_flags,
         folder=options.folder,
     )
-    return train_step.make_config(steps, backend, options.sequence_length, model)
+    config = train_step.make_config(steps, backend, options.sequence_length, model)
+    # Not by flags, which ask for engines that the trainer makes room for.
+    offload = OffloadConfig(
+        offload_train=True,
+        offload_train_target="cpu" if case == "cpu" else "disk",
+        offload_train_disk_dir=str(options.disk_dir),
+        offload_train_disk_chunk_mb=options.chunk_mb,
+        stream_optimizer_state_to_disk=case.startswith("streamed"),
+        stream_optimizer_state_moment_dtype="bf16" if case == "streamed bf16" else "fp32",
+    )
+    return replace(config, offload=offload)
 
 
 def timed(action: Callable[[], Any]) -> float:
@@ -133,10 +148,40 @@ def timed(action: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def resident_host_bytes() -> int:
-    """Of this process, without pages of mapped files."""
+def resident_bytes() -> int | None:
+    """Of this process in host memory, without pages of mapped files and what is pinned; ``None``
+    where the system tells only all of it together (gVisor)."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
+    parts = [fields[name] for name in ("RssAnon", "RssShmem") if name in fields]
+    return sum(int(part.split()[0]) << 10 for part in parts) if parts else None
+
+
+def disk_bytes(shape: Shape, backend: BackendName, case: Case) -> int:
+    """That a case writes to files: asleep, the state; masters are FSDP's parameters."""
+    if case == "cpu":
+        return 0
+    parameter_and_master = {"fsdp": 4, "megatron": 2 + 4}[backend]
+    moments = 4 if case == "streamed bf16" else 8
+    return shape.num_parameters * (parameter_and_master + moments)
+
+
+def require_room(options: Benchmark) -> None:
+    """Exit where the disk is too small for one of the cases, which follow one another."""
+    shape = SHAPES[options.shape]
+    needed = {
+        f"{backend}, {case}": disk_bytes(shape, backend, case)
+        for backend in options.backends
+        for case in options.cases
+    }
+    needed["the ceilings"] = 2 * options.ceiling_mb << 20
+    options.disk_dir.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(options.disk_dir).free
+    small = [f"{n / 1e9:.1f} GB for {name}" for name, n in needed.items() if n > free]
+    if small:
+        raise SystemExit(
+            f"--disk-dir {options.disk_dir}: {free / 1e9:.1f} GB are free, but {'; '.join(small)} "
+            "are needed: give a larger disk, a smaller --shape, or --ceiling-mb"
+        )
 
 
 def run_case(config: MilesConfig, groups: list[Group], case: Case) -> Measured:
@@ -151,6 +196,8 @@ def run_case(config: MilesConfig, groups: list[Group], case: Case) -> Measured:
         spans.append(timed(lambda: update(self)))
 
     StreamedAdam.step = timed_update
+    device.bind(0)
+    before = device.used_bytes()
     actor: Any = BACKENDS.load(config.cluster.train_backend)()
     actor.init(config)
 
@@ -164,13 +211,16 @@ def run_case(config: MilesConfig, groups: list[Group], case: Case) -> Measured:
         for local in map(_local, actor.ops.store.tensors().values())
     }
     measured.state_bytes = sum(storages.values())
-    measured.awake_bytes = device.memory_stats().allocated_bytes
+    device.empty_cache()
+    measured.awake_bytes = device.memory_stats().reserved_bytes
     sleeps: list[float] = []
     wakes: list[float] = []
     for _ in range(config.data.num_rollout or 1):
         sleeps.append(timed(actor.sleep))
-        measured.asleep_bytes = device.memory_stats().allocated_bytes
-        measured.host_bytes = resident_host_bytes()
+        measured.asleep_bytes = device.memory_stats().reserved_bytes
+        measured.left_bytes = device.used_bytes() - before
+        measured.pinned_bytes = device.pinned_bytes()
+        measured.resident_bytes = resident_bytes()
         wakes.append(timed(actor.wake_up))
     measured.first_sleep_s = sleeps[0]
     measured.sleep_s = statistics.median(sleeps[1:] or sleeps)
@@ -244,11 +294,22 @@ def in_process(target: Callable[..., Any], *arguments: Any) -> Any:
     port = distributed.host_rendezvous("127.0.0.1")
     process = context.Process(target=_child, args=(results, target, port, arguments), daemon=True)
     process.start()
-    answer = results.get(timeout=train_step.RESULT_TIMEOUT_S)
+    answer = _answer(process, results)
     process.join(60)
     if isinstance(answer, str):
         raise SystemExit(answer)
     return answer
+
+
+def _answer(process: Any, results: Any) -> Any:
+    deadline = time.monotonic() + train_step.RESULT_TIMEOUT_S
+    while time.monotonic() < deadline:
+        lives = process.is_alive()
+        with suppress(queue.Empty):
+            return results.get(timeout=1)
+        if not lives:
+            raise SystemExit(f"a process of the benchmark ended, exit code {process.exitcode}")
+    raise SystemExit(f"a process of the benchmark took over {train_step.RESULT_TIMEOUT_S:.0f} s")
 
 
 def _child(results: Any, target: Callable[..., Any], port: int, arguments: Sequence[Any]) -> None:
@@ -275,7 +336,7 @@ def tables(ceilings: Ceilings, rows: Sequence[Measured]) -> str:
         "ceilings in GB/s: " + ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in limits.items()),
         "",
         "| backend | state | GB moved | first sleep s | sleep s | of ceiling | wake s | of ceiling "
-        "| device GB awake, asleep | host GB asleep |",
+        "| device GB awake, asleep, all asleep | host GB asleep: pinned, other |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
@@ -285,12 +346,14 @@ def tables(ceilings: Ceilings, rows: Sequence[Measured]) -> str:
             else (ceilings.write, ceilings.read)
         )
         size = row.state_bytes
+        other = row.resident_bytes
+        resident = "unknown" if other is None else f"{other / 1e9:.2f}"
         lines.append(
             f"| {row.backend} | {row.case} | {size / 1e9:.2f} | {row.first_sleep_s:.3f} "
             f"| {row.sleep_s:.3f} | {size / row.sleep_s / out:.2f} "
             f"| {row.wake_s:.3f} | {size / row.wake_s / back:.2f} "
-            f"| {row.awake_bytes / 1e9:.2f}, {row.asleep_bytes / 1e9:.2f} "
-            f"| {row.host_bytes / 1e9:.2f} |"
+            f"| {row.awake_bytes / 1e9:.2f}, {row.asleep_bytes / 1e9:.2f}, "
+            f"{row.left_bytes / 1e9:.2f} | {row.pinned_bytes / 1e9:.2f}, {resident} |"
         )
     lines += [
         "",
@@ -311,7 +374,11 @@ def tables(ceilings: Ceilings, rows: Sequence[Measured]) -> str:
 
 def main(options: Benchmark) -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
-    model = make_model((options.folder / options.shape).resolve(), SHAPES[options.shape])
+    # In a process of its own, as everything else: this one holds no memory of the device.
+    model = in_process(
+        make_model, (options.folder / options.shape).resolve(), SHAPES[options.shape]
+    )
+    require_room(options)
     groups = train_step.make_groups(
         train_step.Benchmark(
             sequence_length=options.sequence_length, tokens_per_step=2 * options.sequence_length
@@ -326,11 +393,8 @@ def main(options: Benchmark) -> None:
             config = make_config(options, backend, case, model)
             rows.append(in_process(run_case, config, groups, case))
             print(rows[-1], flush=True)
-    results: Mapping[str, Any] = {
-        "ceilings": asdict(ceilings),
-        "rows": [asdict(row) for row in rows],
-    }
-    (options.folder / "results.json").write_text(json.dumps(results, indent=2))
+            results = {"ceilings": asdict(ceilings), "rows": [asdict(row) for row in rows]}
+            (options.folder / "results.json").write_text(json.dumps(results, indent=2))
     print(
         f"\n{options.shape}, one rank, chunks of {options.chunk_mb} MiB, medians of "
         f"{options.num_cycles} after the first\n\n{tables(ceilings, rows)}"

@@ -138,6 +138,21 @@ def memory_stats() -> MemoryStats:
     )
 
 
+def pinned_bytes() -> int:
+    """Host memory that the device's copies can use, held by this process."""
+    if device_type() != "cuda":
+        return 0
+    return torch.cuda.host_memory_stats()["allocated_bytes.current"]
+
+
+def used_bytes() -> int:
+    """Of the current device, by whomever; 0 without an accelerator."""
+    if not has_accelerator():
+        return 0
+    free, total = torch.accelerator.get_memory_info()
+    return total - free
+
+
 def capacity_bytes() -> int:
     """Of the current device's whole memory; 0 without an accelerator."""
     return torch.accelerator.get_memory_info()[1] if has_accelerator() else 0

@@ -15,8 +15,8 @@ from tests.contract.trainer_lives import first_life, second_life
 from tests.engine_process import running_engine
 from tests.gpu.conftest import DeviceRanks
 from tests.gpu.jobs import (
-    Place,
     SEGMENTS,
+    Place,
     memory_after_a_step,
     memory_around_sleep,
     memory_of_a_step,
