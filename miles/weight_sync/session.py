@@ -170,6 +170,8 @@ class WeightSync:
         for bucket in bucketize(stream, self._max_bytes):
             with self._timer.span("send"):
                 transport.send(bucket, engines, version)
+            # Not held while the next is gathered, nor while the engines load the last.
+            del bucket
         with self._timer.span("load"):
             transport.finish()
 

@@ -84,6 +84,24 @@ def test_what_others_allocate_awake_keeps_no_segment_of_a_sleeping_trainer(
     store.close()
 
 
+def test_what_an_update_leaves_behind_goes_back_only_from_a_sleeping_trainer() -> None:
+    where = device.current_device()
+    tensors = {"w": torch.rand(1 << 20, device=where)}
+    store = OffloadStore(HostBacking(), weights=lambda: tensors)
+    device.empty_cache()
+    before = device.memory_stats().reserved_bytes
+
+    def reserved_after_an_update() -> int:
+        torch.empty(256 << 20, dtype=torch.uint8, device=where)
+        store.give_back()
+        return device.memory_stats().reserved_bytes - before
+
+    assert reserved_after_an_update() >= 256 << 20
+    store.sleep()
+    assert reserved_after_an_update() <= 0
+    store.close()
+
+
 def _resident_bytes() -> int:
     fields = Path("/proc/self/statm").read_text().split()
     return int(fields[1]) * 4096

@@ -63,7 +63,9 @@ class MegatronTrainRayActor(TrainRayActor):
         return stats
 
     def update_weights(self, engines: EngineSet) -> int:
-        return self._weight_sync.push(engines, self.ops.hf_weights())
+        version = self._weight_sync.push(engines, self.ops.hf_weights())
+        self.ops.store.give_back()
+        return version
 
     def weight_update_seconds(self) -> Mapping[str, float]:
         return self._weight_sync.last_timings

@@ -146,6 +146,12 @@ class OffloadStore:
         self._backing.read(entry.part, start, shard.view(-1).view(torch.uint8))
         return shard
 
+    def give_back(self) -> None:
+        """Asleep: what a weight update has left in PyTorch's cache goes back to the device. Awake,
+        the next step uses it."""
+        if self._asleep:
+            device.empty_cache()
+
     def close(self) -> None:
         """Give host memory and disk space back."""
         self._backing.close()

@@ -1,5 +1,6 @@
 """The session's own choices; what travels is tested in tests/contract/test_weight_sync.py."""
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -8,8 +9,9 @@ import pytest
 import torch
 
 from miles.config.root import MilesConfig
-from miles.contracts.engine import EngineFeatures, WeightFormat
-from miles.contracts.types import NamedTensor
+from miles.contracts.engine import EngineFeatures, EngineSet, WeightFormat
+from miles.contracts.transport import WeightTransport
+from miles.contracts.types import NamedTensor, WeightBucket
 from miles.core import device
 from miles.weight_sync.checksums import TensorDigests
 from miles.weight_sync.colocated import ColocatedTransport
@@ -41,6 +43,37 @@ def test_device_memory_is_shared_where_the_device_can_and_the_engine_takes_it(
 def test_an_unknown_transport_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match="'carrier-pigeon'; there are: broadcast, colocated"):
         TRANSPORTS.load("carrier-pigeon")
+
+
+class KeepsNothing(WeightTransport):
+    """Takes buckets as one that has copied them; tells what is alive of them when it finishes."""
+
+    is_source = True
+
+    def __init__(self) -> None:
+        self._sent: list[weakref.ref[torch.Tensor]] = []
+        self.alive: list[bool] = []
+
+    def connect(self, engines: EngineSet) -> None:
+        pass
+
+    def send(self, bucket: WeightBucket, engines: EngineSet, version: int) -> None:
+        self._sent += [weakref.ref(named.tensor) for named in bucket.tensors]
+
+    def finish(self) -> None:
+        self.alive = [tensor() is not None for tensor in self._sent]
+
+    def close(self) -> None:
+        pass
+
+
+def test_no_bucket_is_held_while_engines_load_the_last_one() -> None:
+    transport = KeepsNothing()
+    sync = WeightSync(lambda _: transport, max_bytes=8)
+    sync._transport = transport
+    no_engine: Any = None
+    sync._stream(no_engine, (NamedTensor(str(n), torch.ones(2)) for n in range(3)), 1)
+    assert transport.alive == [False] * 3
 
 
 def test_a_digest_that_fails_leaves_no_weight_ungathered() -> None:
