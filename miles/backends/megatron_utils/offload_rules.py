@@ -1,4 +1,4 @@
-"""What streaming and rematerializing need of Megatron's optimizer: pure rules, as ``rules.py``."""
+"""What sleep, streaming and rematerializing need of Megatron: pure rules, as ``rules.py``."""
 
 import argparse
 
@@ -48,4 +48,15 @@ def master_weights_stand_alone(args: argparse.Namespace, config: MilesConfig) ->
     return [Problem(_REBUILD, True, reason)]
 
 
-OFFLOAD_RULES = (streamed_state_is_sharded, master_weights_stand_alone)
+def buffers_can_leave(args: argparse.Namespace, config: MilesConfig) -> list[Problem]:
+    """A sleeping trainer gives the memory of parameters and gradients back to the device."""
+    if not (config.offload.offload_train and args.nccl_ub):
+        return []
+    reason = (
+        "the memory that NCCL has registered stays with the process, while --offload-train is to "
+        "leave it to the engines; leave one of them out"
+    )
+    return [Problem("--use-nccl-ub", True, reason)]
+
+
+OFFLOAD_RULES = (streamed_state_is_sharded, master_weights_stand_alone, buffers_can_leave)

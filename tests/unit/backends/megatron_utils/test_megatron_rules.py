@@ -247,6 +247,18 @@ def test_streamed_state_is_that_of_shards_on_the_device(
 
 
 @pytest.mark.parametrize(
+    ("line", "sleeps", "refused"),
+    [("--use-nccl-ub", True, True), ("--use-nccl-ub", False, False), ("", True, False)],
+)
+def test_a_trainer_that_sleeps_has_no_buffers_that_stay(
+    parser: Any, line: str, sleeps: bool, refused: bool
+) -> None:
+    config = MilesConfig(offload=OffloadConfig(offload_train=sleeps))
+    problems = offload_rules.buffers_can_leave(parser.parse_args(line.split()), config)
+    assert [p.flag for p in problems] == ["--use-nccl-ub"] * refused
+
+
+@pytest.mark.parametrize(
     ("line", "refused"),
     [
         ("", False),
