@@ -17,7 +17,7 @@ PREFETCHED = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """A point of a training step."""
+    """A point of a training step, or of the start."""
 
     name: str
     lines: list[Line]
@@ -63,7 +63,8 @@ def idle_lines(job: Job, stage: int) -> list[Line]:
 
 
 def fullest_moment(job: Job, stage: int) -> Moment:
-    """Of an optimizer step: that with the most bytes on the device."""
+    """Of an optimizer step, or of the start where that is more: that with the most bytes on the
+    device."""
     moments = _fsdp_moments(job) if job.layout.backend == "fsdp" else _megatron_moments(job, stage)
     return max(moments, key=lambda moment: total(moment.lines).device)
 
@@ -154,6 +155,11 @@ def _megatron_moments(job: Job, stage: int) -> list[Moment]:
         ),
         Moment(name="optimizer step", lines=[*held.awake(), *buffers, *held.buckets()]),
     ]
+    if job.numbers.distributed_optimizer:
+        # Each buffer is made whole before its parameters move in; nothing else is there yet.
+        parameters = job.numbers.parameter * held.parameters
+        twice = [line("parameters", device=parameters), line("their buffers", device=parameters)]
+        moments.append(Moment(name="start of the run", lines=[*twice, *buffers]))
     if stage < layout.pipeline - 1:
         return moments
     final = int(activations.final_bytes(job.model, job.axes) * job.batch.tokens)

@@ -1,5 +1,6 @@
 """What the tests of the Megatron backend run on trainer ranks, beside the jobs of the CPU tests."""
 
+import gc
 from typing import Any
 
 import torch
@@ -9,6 +10,19 @@ from miles.config.root import MilesConfig
 from miles.contracts.types import LossOutput, MicroBatch, TokenStats, TrainBatch
 from miles.core import device
 from tests.unit.backends.megatron_utils.engine_jobs import start
+
+
+def peak_of_a_start(config: MilesConfig) -> dict[str, int]:
+    """The most bytes on the device until the trainer could train, and its parameters."""
+    gc.collect()
+    device.empty_cache()
+    others = device.memory_stats().allocated_bytes
+    torch.accelerator.reset_peak_memory_stats()
+    actor, _ = start(config)
+    peak = device.memory_stats().peak_bytes - others
+    numel = sum(p.numel() for chunk in actor.ops.model.chunks for p in chunk.parameters())
+    actor.shutdown()
+    return {"bytes": peak, "parameters": numel}
 
 
 def memory_of_a_step(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:

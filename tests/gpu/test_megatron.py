@@ -15,7 +15,7 @@ from tests.contract.trainer_lives import first_life, second_life
 from tests.engine_process import running_engine
 from tests.gpu.conftest import LayoutRanks
 from tests.gpu.jobs import SEGMENTS, Place, memory_around_sleep, offload_to
-from tests.gpu.megatron_jobs import memory_of_a_step
+from tests.gpu.megatron_jobs import memory_of_a_step, peak_of_a_start
 from tests.unit.backends.fsdp_utils.jobs import from_bytes, make_groups, make_rollouts
 from tests.unit.backends.fsdp_utils.test_actor import (
     OPTIMIZER,
@@ -159,6 +159,18 @@ def test_sleep_gives_the_memory_back_and_waking_up_restores_every_bit(
         for step, expected in zip(answer["steps"], after, strict=True):
             assert step.loss == pytest.approx(expected.loss, abs=1e-5)
             assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+
+
+def test_a_streamed_run_starts_without_room_for_masters_beside_gradients(
+    layout_ranks: LayoutRanks, tmp_path: Path
+) -> None:
+    """2 bytes of a parameter, 2 of it in its buffer, 4 of its gradient; masters take 4 more where
+    the buffers stay while they are made."""
+    model = make_qwen3(tmp_path / "model", hidden_size=512, intermediate_size=2048, num_layers=4)
+    offload = offload_to("streamed", tmp_path / "disk")
+    config = make_config(model, offload=offload, precision={"fp32": False})
+    (found,) = layout_ranks.run(ONE, peak_of_a_start, config)
+    assert found["bytes"] < 9 * found["parameters"]
 
 
 def test_what_megatron_keeps_of_sequence_lengths_keeps_no_memory_of_a_sleeping_trainer(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from miles.backends.megatron_utils import host_adam
 from miles.backends.megatron_utils.fp32_param_utils import number_marked_parameters
-from miles.backends.megatron_utils.streaming import StreamedInner, stream_state
+from miles.backends.megatron_utils.streaming import StreamedInner, gradients_away, stream_state
 from miles.backends.training_utils import optimizer_state
 from miles.backends.training_utils.schedule import learning_rate_at
 from miles.backends.training_utils.streamed_optimizer import MEAN, SQUARE, streamed_moments
@@ -89,18 +89,19 @@ class Optimizer:
         """Raises ``OffloadError`` where ``offload`` wants the state on a disk that has no room."""
         self.chunks: list[Any] = chunks
         settings, overrides = _settings(args)
-        with host_adam.built_in(settings):
+        streams = offload.stream_optimizer_state_to_disk
+        self._streamed: list[StreamedInner] = []
+        with host_adam.built_in(settings), gradients_away(self.chunks if streams else []):
             self.megatron: Any = get_megatron_optimizer(
                 settings,
                 self.chunks,
                 config_overrides=overrides,
                 use_gloo_process_groups=args.use_gloo_process_groups,
             )
-        number_marked_parameters(self.megatron)
+            number_marked_parameters(self.megatron)
+            if streams:
+                self._streamed = stream_state(self.megatron, offload)
         self._moments = _moment_dtypes(args, offload)
-        self._streamed: list[StreamedInner] = []
-        if offload.stream_optimizer_state_to_disk:
-            self._streamed = stream_state(self.megatron, offload)
         self.schedule = Schedule(self.megatron, args, config, total_steps)
         self._clip = config.clip_grad
         self._connect(args)

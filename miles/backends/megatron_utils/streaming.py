@@ -4,7 +4,8 @@ Megatron keeps the flow of a step, its checkpoints and their layouts; what it re
 optimizer state are host tensors that share memory with the files.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -81,6 +82,25 @@ class StreamedInner(torch.optim.Optimizer):
             num_steps=lambda: int(group["step"]),
             parameter=self._model_shards.get(main, main.detach()),
         )
+
+
+@contextmanager
+def gradients_away(chunks: Sequence[Any]) -> Generator[None]:
+    """While Megatron makes all master weights on the device and until they are in files, the
+    gradient buffers of these chunks, all zeros before the first step, take no memory."""
+    buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    parameters = {b.param_data.untyped_storage().data_ptr() for b in buffers}
+    storages = [buffer.grad_data.untyped_storage() for buffer in buffers]
+    # FP8 may gather parameters in the buffer of their gradients.
+    sizes = [0 if s.data_ptr() in parameters else s.nbytes() for s in storages]
+    for storage, size in zip(storages, sizes, strict=True):
+        if size:
+            storage.resize_(0)
+    yield
+    for buffer, storage, size in zip(buffers, storages, sizes, strict=True):
+        if size:
+            storage.resize_(size)
+            buffer.grad_data.zero_()
 
 
 def stream_state(optimizer: Any, config: OffloadConfig) -> list[StreamedInner]:

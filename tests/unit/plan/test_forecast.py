@@ -5,6 +5,7 @@ queries 6 x 64 + 4 x 8 = 416 in their norm and 128, keys 6 x 32 + 4 x 4 = 208 an
 output 128 and its normalisers 32; MLP 4 x 2 x 128 = 1,024: together 3,096.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -278,6 +279,18 @@ def test_fp32_runs_have_no_masters(model: Path) -> None:
     found = components(phase)
     assert "masters" not in found
     assert (found["parameters"], found["moments"]) == (4 * PARAMETERS, 8 * PARAMETERS)
+
+
+@pytest.mark.megatron
+def test_a_streamed_run_is_fullest_when_it_starts_unless_activations_take_more(model: Path) -> None:
+    streams = ("--offload-train-target", "disk", "--stream-optimizer-state-to-disk")
+    job = megatron(model, "--colocate", *streams, "--offload-train-disk-dir", "/scratch", ranks=1)
+    offload = replace(job.offload, chunk_bytes=1)
+    job = replace(job, offload=offload, batch=replace(job.batch, tokens=1))
+    (phase,) = of(job, "train")
+    assert phase.moment == "start of the run"
+    # Of each parameter, its place in the buffer of all, and its gradient's.
+    assert sum(components(phase).values()) == (2 + 2 + 4) * PARAMETERS
 
 
 @pytest.mark.megatron
