@@ -36,12 +36,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import train_step
 from benchmarks.shapes import SHAPES, Shape, ShapeName, make_model
-from miles.backends.training_utils.direct_file import DirectFile, aligned_buffer
+from miles.backends.training_utils.direct_file import DirectFile
 from miles.backends.training_utils.streamed_optimizer import StreamedAdam
 from miles.config.offload import OffloadConfig
 from miles.config.root import MilesConfig
 from miles.contracts.types import Group
-from miles.core import device, distributed
+from miles.core import device, distributed, host_memory
 from miles.rollout.batch import make_batches
 
 Case = Literal["cpu", "disk", "streamed", "streamed bf16"]
@@ -255,7 +255,7 @@ def _states(actor: Any) -> list[Any]:
 def measure_ceilings(options: Benchmark) -> Ceilings:
     """In a process of its own."""
     num_bytes, chunk = options.ceiling_mb << 20, options.chunk_mb << 20
-    host = aligned_buffer(num_bytes)
+    host = host_memory.allocate(num_bytes)
     there = torch.zeros(num_bytes, dtype=torch.uint8, device=device.current_device())
     to_host = min(timed(lambda: host.copy_(there, non_blocking=True)) for _ in range(3))
     to_device = min(timed(lambda: there.copy_(host, non_blocking=True)) for _ in range(3))

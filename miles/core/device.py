@@ -26,6 +26,11 @@ _POOLED_BYTES = 1 << 20
 """PyTorch's CUDA allocator cuts what is not larger from blocks that it shares among small ones."""
 _ALLOCATION_ALIGNMENT = 512
 
+_PINNED_FOR_ALL_DEVICES = 1
+"""``cudaHostRegisterPortable``."""
+_pinned: dict[int, tuple[int, int]] = {}
+"""Bytes, and the device of the process that registered them, by address."""
+
 
 @dataclass(frozen=True)
 class MemoryStats:
@@ -138,11 +143,31 @@ def memory_stats() -> MemoryStats:
     )
 
 
+def pin(address: int, num_bytes: int) -> bool:
+    """Let the device's copies use host memory of whole pages, until ``unpin``. Whether that makes a
+    difference here. Raises ``RuntimeError`` where the driver refuses."""
+    if device_type() != "cuda":
+        return False
+    code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PINNED_FOR_ALL_DEVICES))
+    if code != 0:
+        raise RuntimeError(f"cannot pin {num_bytes} bytes of host memory: CUDA error {code}")
+    _pinned[address] = (num_bytes, torch.accelerator.current_device_index())
+    return True
+
+
+def unpin(address: int) -> None:
+    """Undo ``pin``, once the device has done what it was asked to do."""
+    _, index = _pinned.pop(address)
+    torch.accelerator.synchronize(index)
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
 def pinned_bytes() -> int:
     """Host memory that the device's copies can use, held by this process."""
     if device_type() != "cuda":
         return 0
-    return torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    by_torch = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    return by_torch + sum(num_bytes for num_bytes, _ in _pinned.values())
 
 
 def used_bytes() -> int:

@@ -54,6 +54,8 @@ class Model:
     """Parameters outside the layers, embedding and head: the final norm."""
     largest_tensor: int
     """Elements of the largest parameter."""
+    tensors: tuple[int, ...] = ()
+    """Elements of each parameter."""
     qk_norm: bool = False
     experts_per_token: int = 0
     num_experts: int = 0
@@ -120,6 +122,7 @@ def describe(module: Any, config: Any, stored: torch.dtype | None) -> Model:
         head=0 if head is embedding else head.numel(),
         others=others,
         largest_tensor=max(parameter.numel() for parameter in module.parameters()),
+        tensors=tuple(parameter.numel() for parameter in module.parameters()),
         qk_norm=any("q_norm" in name for name in names),
         experts_per_token=int(fields.get("num_experts_per_tok") or 0),
         num_experts=int(fields.get("num_experts") or fields.get("num_local_experts") or 0),

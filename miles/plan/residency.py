@@ -53,12 +53,14 @@ class StateBytes:
     """Of both together."""
     reference_bytes: int = 0
     """Of a parameter of the frozen reference; 0 without one."""
+    pinned: float = 1.0
+    """Bytes that a pinned one takes: FSDP2 pins parameters and gradients tensor by tensor."""
     offload: Offload = Offload()
 
     def awake(self) -> list[Line]:
         """While training; the copies of the last sleep are kept, since pinning is slow."""
         parts = [("parameters", self._parameters), ("reference", self._reference)]
-        lines = [self._held(name, count) for name, count in parts]
+        lines = [self._pinned(name, count) for name, count in parts]
         lines += self._optimizer()
         backup = self._backup()
         if self.offload.sleeps and not self.offload.on_host:
@@ -80,7 +82,7 @@ class StateBytes:
         return _present(lines)
 
     def gradients(self) -> list[Line]:
-        return [self._held("gradients", self.gradient_bytes * self.parameters)]
+        return [self._pinned("gradients", self.gradient_bytes * self.parameters)]
 
     def buckets(self) -> list[Line]:
         """What a streamed optimizer step holds of its files at a time."""
@@ -139,6 +141,9 @@ class StateBytes:
 
     def _held(self, name: str, num_bytes: int) -> Line:
         return line(name, host=num_bytes) if self.offload.on_host else line(name, device=num_bytes)
+
+    def _pinned(self, name: str, num_bytes: int) -> Line:
+        return self._held(name, round(self.pinned * num_bytes))
 
     def _away(self, name: str, num_bytes: int) -> Line:
         if self.offload.target == "disk":

@@ -51,6 +51,7 @@ def state(job: Job, stage: int) -> StateBytes:
         master_bytes=numbers.master,
         moment_bytes=numbers.moments,
         reference_bytes=numbers.compute if numbers.reference else 0,
+        pinned=_pinned_for_each(job) if job.offload.on_host else 1.0,
         offload=job.offload,
     )
 
@@ -67,6 +68,12 @@ def fullest_moment(job: Job, stage: int) -> Moment:
     device."""
     moments = _fsdp_moments(job) if job.layout.backend == "fsdp" else _megatron_moments(job, stage)
     return max(moments, key=lambda moment: total(moment.lines).device)
+
+
+def _pinned_for_each(job: Job) -> float:
+    """Bytes of pinned memory for each byte of a shard: PyTorch takes the next power of two."""
+    shards = [-(-numel // job.layout.shards) for numel in job.model.tensors]
+    return sum(1 << (numel - 1).bit_length() for numel in shards) / sum(shards)
 
 
 def _megatron_parameters(job: Job, stage: int) -> tuple[int, int]:

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from miles.backends.megatron_utils.host_adam import HostAdam, HostOptions
+from miles.backends.training_utils.direct_file import DirectFile
 from miles.backends.training_utils.offload_backing import Backing, DiskBacking, HostBacking
 from miles.backends.training_utils.offload_store import OffloadStore
-from miles.core import device
+from miles.core import device, host_memory
 from tests.unit.backends.training_utils.test_streamed_optimizer import check_twenty_steps
 
 pytestmark = pytest.mark.gpu
@@ -82,6 +84,39 @@ def test_what_others_allocate_awake_keeps_no_segment_of_a_sleeping_trainer(
     store.sleep()
     assert "sleeping trainer keeps" in caplog.text
     store.close()
+
+
+def test_pinned_memory_is_exact_and_serves_files_and_the_device(tmp_path: Path) -> None:
+    size = 5 * 4096 * 300
+    before = device.pinned_bytes()
+    memory = host_memory.allocate(size)
+    assert memory.is_pinned()
+    assert device.pinned_bytes() == before + size
+    there = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device.current_device())
+    memory.copy_(there, non_blocking=True)
+    device.synchronize()
+    file = DirectFile(str(tmp_path))
+    file.reserve(size)
+    file.write(memory, 0)
+    memory.zero_()
+    file.read(memory, 0)
+    file.close()
+    back = torch.empty_like(there)
+    back.copy_(memory, non_blocking=True)
+    assert torch.equal(back, there)
+    del memory
+    assert device.pinned_bytes() == before
+
+
+def test_main_parameters_in_host_memory_take_as_much_of_it_as_they_have() -> None:
+    where = device.current_device()
+    params = [torch.nn.Parameter(torch.rand(n, device=where)) for n in (9 << 20, 5 << 20)]
+    options = HostOptions(fraction=1.0, overlap=True, pin_gradients=False, pin_main=True)
+    before = device.pinned_bytes()
+    adam = HostAdam(params, host=options, master_weights=True)
+    for param in params:
+        adam.initialize_state(param)
+    assert device.pinned_bytes() - before == 4 * (14 << 20)
 
 
 def test_what_an_update_leaves_behind_goes_back_only_from_a_sleeping_trainer() -> None:

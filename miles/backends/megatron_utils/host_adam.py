@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from miles.backends.megatron_utils.fused_adam import MAIN, FusedAdam
-from miles.core import device
+from miles.core import device, host_memory
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,11 @@ class HostAdam(FusedAdam):
     def _empty_state(self, param: Tensor, name: str) -> Tensor:
         if not self.in_host_memory(param):
             return super()._empty_state(param, name)
-        pinned = name == MAIN and self._host.pin_main and device.has_accelerator()
-        return torch.empty(
-            param.shape, dtype=self.state_dtypes[name], device="cpu", pin_memory=pinned
-        )
+        dtype = self.state_dtypes[name]
+        if name == MAIN and self._host.pin_main:
+            flat = host_memory.allocate(param.numel() * dtype.itemsize).view(dtype)
+            return flat.view(param.shape)
+        return torch.empty(param.shape, dtype=dtype, device="cpu")
 
     def _update_one_by_one(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
         # The device works on its own part while the host waits for the first gradient.
@@ -101,7 +102,7 @@ class _Lanes:
         """How many gradients are on their way while one is used."""
         self._down = torch.Stream() if beside else None
         self._up = torch.Stream() if beside else None
-        self._pin = options.pin_gradients and device.has_accelerator()
+        self._pin = options.pin_gradients
         self._slots = [torch.empty(0, dtype=torch.uint8) for _ in range(self._ahead + 1)]
 
     def fetch(self, gradients: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -146,9 +147,14 @@ class _Lanes:
     def _reserve(self, num_bytes: int) -> None:
         for slot, buffer in enumerate(self._slots):
             if buffer.numel() < num_bytes:
-                self._slots[slot] = torch.empty(
-                    num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._pin
-                )
+                self._slots[slot] = torch.empty(0, dtype=torch.uint8)
+                self._slots[slot] = _host_buffer(num_bytes, pinned=self._pin)
+
+
+def _host_buffer(num_bytes: int, *, pinned: bool) -> Tensor:
+    if pinned:
+        return host_memory.allocate(num_bytes)
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
 
 def _arrived(place: Tensor, event: torch.Event | None) -> Tensor:

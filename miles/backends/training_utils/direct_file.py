@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from miles.core import device, logging
+from miles.core import logging
 
 ALIGNMENT = 4096
 """Of offsets, lengths and buffers, as direct I/O wants them."""
@@ -93,18 +93,6 @@ class DirectFile:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             remedy = "free some space there, or give a directory of a larger disk"
         return OffloadError(f"{_FLAG} {self._directory}: {what}: {error.strerror}; {remedy}")
-
-
-def aligned_buffer(num_bytes: int) -> Tensor:
-    """uint8 host memory that direct I/O and, if there is an accelerator, its copies can use."""
-    if device.has_accelerator():
-        # Of whole pages. PyTorch rounds the size up to a power of two: not one byte more, then.
-        pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        if pinned.data_ptr() % ALIGNMENT == 0:
-            return pinned
-    raw = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, pin_memory=device.has_accelerator())
-    start = -raw.data_ptr() % ALIGNMENT
-    return raw[start : start + num_bytes]
 
 
 def align_up(num_bytes: int) -> int:

@@ -13,9 +13,8 @@ from miles.backends.training_utils.direct_file import (
     ALIGNMENT,
     DirectFile,
     align_up,
-    aligned_buffer,
 )
-from miles.core import device
+from miles.core import device, host_memory
 
 _PLACE_ALIGNMENT = 64
 """Of one storage behind another in the file."""
@@ -263,10 +262,10 @@ class DiskBacking:
         """One of the two, as long as the window."""
         if not self._buffers:
             size = min(self._chunk_bytes, max(self._end, ALIGNMENT))
-            self._buffers = [aligned_buffer(size) for _ in range(2)]
+            self._buffers = [host_memory.allocate(size) for _ in range(2)]
         length = align_up(window.end - window.start)
         if length > self._buffers[slot].numel():
-            self._buffers[slot] = aligned_buffer(min(self._chunk_bytes, self._end))
+            self._buffers[slot] = host_memory.allocate(min(self._chunk_bytes, self._end))
         return self._buffers[slot][:length]
 
 

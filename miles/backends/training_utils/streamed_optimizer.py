@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from miles.backends.training_utils import adam
-from miles.backends.training_utils.direct_file import ALIGNMENT, DirectFile, aligned_buffer
+from miles.backends.training_utils.direct_file import ALIGNMENT, DirectFile
 from miles.config.offload import OffloadConfig
-from miles.core import device
+from miles.core import device, host_memory
 
 MASTER, MEAN, SQUARE = "master", "exp_avg", "exp_avg_sq"
 _SHARD_ALIGNMENT = 64
@@ -147,7 +147,7 @@ class StreamedState:
     def _allocate(self) -> None:
         if not self._stages:
             number = min(_STAGES, len(self._ranges) + 1)
-            self._stages = [aligned_buffer(self.bucket_bytes) for _ in range(number)]
+            self._stages = [host_memory.allocate(self.bucket_bytes) for _ in range(number)]
 
     def _staged(self, bucket: _Range, stage: int) -> Tensor:
         per_element = sum(dtype.itemsize for dtype in self._dtypes.values())

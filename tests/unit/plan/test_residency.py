@@ -86,6 +86,12 @@ def test_state_that_is_on_the_host_always_does_not_move() -> None:
     assert total(there.gradients()) == Bytes(host=400)
 
 
+def test_fsdp_pins_parameters_and_gradients_in_host_memory_but_no_moments() -> None:
+    there = replace(elsewhere(FSDP, on_host=True), pinned=1.5)
+    assert total(there.awake()) == Bytes(host=600 + 800)
+    assert total(there.gradients()) == Bytes(host=600)
+
+
 def test_an_optimizer_in_host_memory_is_there_awake_and_asleep() -> None:
     half = elsewhere(MEGATRON, optimizer_on_host=0.5, sleeps=True)
     # Of (4 + 8) x 25 half; asleep all of it, and the parameters.
