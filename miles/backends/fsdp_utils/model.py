@@ -132,10 +132,16 @@ class ShardedModel:
         return {key: t for key, t in model_tensors(self.module).items() if key in kept}
 
     def reshard(self) -> None:
-        """Free what a forward pass without backward left gathered (the root's parameters)."""
+        """Undo what a forward pass without backward leaves: the root's parameters are gathered, and
+        FSDP2 has noted the order of all units for the backward pass, whose end forgets it."""
         for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+            if not isinstance(module, FSDPModule):
+                continue
+            module.reshard()
+            group: Any = module._get_fsdp_state()._fsdp_param_group  # pyright: ignore[reportPrivateUsage]
+            if group is not None:
+                group.comm_ctx.post_forward_order.clear()
+                group._post_forward_indices.clear()
 
     def _call(self, inputs: dict[str, Any], head: Callable[[Tensor], Tensor]) -> Tensor:
         with _replaced_forward(self._head, head):

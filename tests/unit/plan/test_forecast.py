@@ -61,7 +61,7 @@ def test_a_colocated_engine_generates_while_fsdp_sleeps(model: Path) -> None:
 
 def test_what_fsdp_pins_tensor_by_tensor_takes_powers_of_two(model: Path) -> None:
     job = fsdp(model, "--colocate", "--fsdp-cpu-offload")
-    job = replace(job, layout=replace(job.layout, shards=3))
+    job = replace(job, layout=replace(job.layout, ranks=3))
     # Thirds of 64 x 64, 64 x 32, 64 x 128, 64 and 8 elements are rounded up to these.
     layer = 2 * 2048 + 2 * 1024 + 3 * 4096 + 2 * 32 + 2 * 4
     rounded = 4 * layer + 2 * 8192 + 32

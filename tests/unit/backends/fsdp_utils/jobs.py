@@ -396,6 +396,24 @@ def step_with_a_constant_loss(
     return {"grad_norm": step.grad_norm, "loss": step.loss, "batches": len(batches)}
 
 
+def noted_units(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> list[int]:
+    """How many uses of its units FSDP2 remembers of the reference and of the policy, after each of
+    three times log-probs."""
+    actor, _ = start(config, with_ref=True)
+    shard = rollouts[0][actor.parallel.rank]
+    batch = build_micro_batches(shard, packed=True, device=device.current_device())[0][0]
+    seen: list[int] = []
+    for _ in range(3):
+        for weights, model in (("ref", actor.ops.ref), ("actor", actor.ops.model)):
+            actor.ops.log_probs([batch], weights=weights)
+            units = [m for m in model.module.modules() if isinstance(m, FSDPModule)]
+            groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
+            noted = [len(group._post_forward_indices) for group in groups]
+            seen.append(sum(noted) + len(groups[0].comm_ctx.post_forward_order))
+    actor.shutdown()
+    return seen
+
+
 def reference_over_rollouts(
     config: MilesConfig, rollouts: list[list[TrainBatch]]
 ) -> list[dict[str, list[float]]]:

@@ -12,6 +12,7 @@ from tests.unit.backends.fsdp_utils.jobs import (
     gradients_between_micro_batches,
     make_config,
     make_rollouts,
+    noted_units,
     reference_over_rollouts,
     step_with_a_bad_gradient,
     step_with_a_constant_loss,
@@ -129,6 +130,12 @@ def test_the_reference_stays_until_its_interval_is_over(two_ranks: Ranks, tiny_q
         assert start["policy"] == start["ref"] == first["ref"]
         assert second["ref"] == second["policy"] != first["policy"]
         assert third["ref"] == second["policy"] != third["policy"]
+
+
+def test_log_probs_leave_nothing_that_grows(two_ranks: Ranks, tiny_qwen3: Path) -> None:
+    config = make_config(tiny_qwen3)
+    for seen in two_ranks.run_well(noted_units, config, make_rollouts(config, 1)):
+        assert seen == [0] * 6
 
 
 def test_the_reference_can_be_another_model(
