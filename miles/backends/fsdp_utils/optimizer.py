@@ -146,7 +146,9 @@ class Optimizer:
 
     def reset(self) -> None:
         """Forget the moments and their step count; the schedule goes on."""
-        for tensor in self.state_tensors().values():
+        if self._streamed is not None:
+            self._streamed.zero_moments()
+        for tensor in self.resident_tensors().values():
             local_tensor(tensor).zero_()
 
     def state_tensors(self) -> dict[str, Tensor]:

@@ -145,6 +145,9 @@ class Optimizer:
             for group in part.param_groups:
                 if "step" in group:
                     group["step"] = 0
+            if isinstance(part, StreamedInner):
+                part.zero_moments()
+                continue
             for state in part.state.values():
                 for kind in ("exp_avg", "exp_avg_sq"):
                     if kind in state:

@@ -68,6 +68,10 @@ class StreamedInner(torch.optim.Optimizer):
         for main, master in self._masters.items():
             master.copy_(self._model_shards[main])
 
+    def zero_moments(self) -> None:
+        """Forget the past; masters stay."""
+        self._adam.zero_moments()
+
     def close(self) -> None:
         """Give the disk space back. Idempotent."""
         self._masters.clear()

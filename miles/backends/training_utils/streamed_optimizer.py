@@ -121,6 +121,17 @@ class StreamedState:
         for one in writes:
             _finish(one)
 
+    def zero(self, kind: str) -> None:
+        """Make all of a kind zeros: past the page cache, as ``stream`` writes. Raises
+        ``OffloadError``."""
+        if not self._ranges:
+            return
+        self._allocate()
+        zeros, size = self._stages[0].zero_(), self._dtypes[kind].itemsize
+        for bucket in self._ranges:
+            length = (bucket.stop - bucket.start) * size
+            self._files[kind].write(zeros[:length], bucket.start * size)
+
     def close(self) -> None:
         """Give the disk space back. Idempotent."""
         self._threads.shutdown()
@@ -246,6 +257,12 @@ class StreamedAdam:
             if members:
                 where = self._shards[members[0]].parameter.device
                 state.stream(where, lambda pieces, members=members: self._update(members, pieces))
+
+    def zero_moments(self) -> None:
+        """Forget the past; masters stay. Raises ``OffloadError``."""
+        for state in self.states:
+            for kind in (MEAN, SQUARE):
+                state.zero(kind)
 
     def close(self) -> None:
         """Give the disk space back. Idempotent."""

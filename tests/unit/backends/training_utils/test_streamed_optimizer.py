@@ -149,6 +149,26 @@ def test_what_is_written_into_the_state_is_in_the_next_step(tmp_path: Path) -> N
     twin.streamed.close()
 
 
+def test_one_kind_becomes_zeros_in_every_bucket_and_the_others_stay(tmp_path: Path) -> None:
+    dtypes = {"master": torch.float32, "exp_avg": torch.bfloat16}
+    state = StreamedState([5000, 9000], dtypes, str(tmp_path), 6 * 4096)
+    for kind in dtypes:
+        for shard in range(2):
+            state.tensor(kind, shard).fill_(3)
+    state.zero("exp_avg")
+    seen: list[tuple[float, float]] = []
+
+    def look(pieces: Any) -> None:
+        for piece in pieces:
+            master, mean = (piece.values[kind].float() for kind in dtypes)
+            seen.append((float(master.min()), float(mean.max())))
+
+    state.stream(torch.device("cpu"), look)
+    assert set(seen) == {(3.0, 0.0)}
+    assert not any(state.tensor("exp_avg", shard).any() for shard in range(2))
+    state.close()
+
+
 def test_buckets_are_no_larger_than_a_chunk_and_cover_everything_once(tmp_path: Path) -> None:
     numels = [10, 0, 500_000, 64, 1]
     kinds = {"a": torch.float32, "b": torch.bfloat16}
