@@ -9,7 +9,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -148,7 +148,8 @@ def pin(address: int, num_bytes: int) -> bool:
     difference here. Raises ``RuntimeError`` where the driver refuses."""
     if device_type() != "cuda":
         return False
-    code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PINNED_FOR_ALL_DEVICES))
+    runtime: Any = torch.cuda.cudart()
+    code = int(runtime.cudaHostRegister(address, num_bytes, _PINNED_FOR_ALL_DEVICES))
     if code != 0:
         raise RuntimeError(f"cannot pin {num_bytes} bytes of host memory: CUDA error {code}")
     _pinned[address] = (num_bytes, torch.accelerator.current_device_index())
@@ -159,7 +160,8 @@ def unpin(address: int) -> None:
     """Undo ``pin``, once the device has done what it was asked to do."""
     _, index = _pinned.pop(address)
     torch.accelerator.synchronize(index)
-    torch.cuda.cudart().cudaHostUnregister(address)
+    runtime: Any = torch.cuda.cudart()
+    runtime.cudaHostUnregister(address)
 
 
 def pinned_bytes() -> int:
