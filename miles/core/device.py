@@ -106,7 +106,7 @@ def allocated_together(sizes: Sequence[int]) -> Generator[None]:
     """The allocations of so many bytes each that are made here are parts of one, which nothing else
     is part of: when they are gone, all of it can be given back, and at once. The device takes about
     as long to give or take a small piece as a large one."""
-    if device_type() != "cuda":
+    if device_type() != "cuda" or torch.cuda.get_allocator_backend() != "native":
         yield
         return
     own = [size for size in sizes if size > _POOLED_BYTES]
