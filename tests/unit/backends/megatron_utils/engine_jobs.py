@@ -229,7 +229,7 @@ def train_with_updates_between(
             assert weights_of(actor) == awake
         actor.sleep()
         names = local_tensors(actor.ops.model.chunks)
-        saved = [part for part in actor.ops.store._saved if part.key in names]
+        saved = [p for parts in actor.ops.store._saved for p in parts if p.key in names]
         kept.append(sum(part.num_bytes for part in saved))
         assert {t.untyped_storage().nbytes() for t in names.values()} == {0}
         actor.wake_up()
