@@ -1,10 +1,12 @@
-"""Tokens per second of the embedded engine beside transformers' ``generate()``, in one run.
+"""Tokens per second of engines on this machine's cores beside transformers' ``generate()``, in one
+run.
 
-Both get the same model, prompts, lengths and threads, take turns, and the table shows medians. The
-engine is measured through its HTTP client and returns log-probs, which ``generate()`` does not.
+All get the same model, prompts, lengths and threads, take turns, and the table shows medians.
+Engines are measured through their HTTP client and return log-probs, which ``generate()`` does not.
 A static batch runs until its longest sequence is done; only the tokens asked for are counted.
 
     python benchmarks/embedded_engine.py [--model DIR] [--threads 2] [--repeats 5]
+    python benchmarks/embedded_engine.py --engines embedded sglang    # after make sglang-cpu
 """
 
 import argparse
@@ -17,18 +19,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
     from miles.rollout.engine_client import EngineClient
 
+GENERATE = "generate()"
 START_TIMEOUT_S = 300.0
 CALL_TIMEOUT_S = 3600.0
 
@@ -64,6 +68,14 @@ class Case:
         ]
 
 
+@dataclass(frozen=True)
+class Result:
+    """Medians by who generated, in seconds."""
+
+    case: Case
+    seconds: Mapping[str, float]
+
+
 def main() -> None:
     args = parse_args()
     # Read when torch is first imported; for both sides, and as a job starts its engines.
@@ -79,7 +91,7 @@ def main() -> None:
             ]
             if name == "demo":
                 cases.append(Case("32 prompts x 16 samples", 32, 16, 7, 6, 6))
-            show(name, args, compare(path, cases, args))
+            show(name, args, *compare(path, cases, args))
 
 
 def parse_args() -> argparse.Namespace:
@@ -87,6 +99,9 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, help="Hugging Face directory; default: made models")
+    parser.add_argument(
+        "--engines", nargs="+", choices=["embedded", "sglang"], default=["embedded"]
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=64, help="of the longest sample")
@@ -113,8 +128,8 @@ def make_models(folder: Path) -> dict[str, Path]:
 
 def compare(
     path: Path, cases: Sequence[Case], args: argparse.Namespace
-) -> list[tuple[Case, float, float]]:
-    """(case, seconds of generate, seconds of the engine), medians of alternating runs."""
+) -> tuple[list[Result], dict[str, int]]:
+    """Medians of alternating runs, and the memory of each engine in the end, in bytes."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -125,20 +140,26 @@ def compare(
     model.generation_config.eos_token_id = None  # every sample gets its full length
     gc.collect()
     gc.freeze()  # as the rollout manager does
-    results: list[tuple[Case, float, float]] = []
-    with engine_server(path) as url, asyncio.Runner() as runner:
-        client = EngineClient(url, timeout_s=CALL_TIMEOUT_S)
+    results: list[Result] = []
+    with ExitStack() as servers, asyncio.Runner() as runner:
+        engines = {name: servers.enter_context(engine_server(name, path)) for name in args.engines}
+        clients = {
+            name: EngineClient(url, timeout_s=CALL_TIMEOUT_S) for name, (url, _) in engines.items()
+        }
         for case in cases:
             prompts = case.prompts(model.config.vocab_size)
-            plain: list[float] = []
-            engine: list[float] = []
+            seconds: dict[str, list[float]] = {name: [] for name in (GENERATE, *clients)}
             for _ in range(args.repeats + 1):
-                plain.append(run_generate(model, prompts, case))
-                engine.append(runner.run(run_engine(client, prompts, case)))
+                seconds[GENERATE].append(run_generate(model, prompts, case))
+                for name, client in clients.items():
+                    seconds[name].append(runner.run(run_engine(client, prompts, case)))
             # The first ones warmed up.
-            results.append((case, statistics.median(plain[1:]), statistics.median(engine[1:])))
-        runner.run(client.close())
-    return results
+            medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
+            results.append(Result(case, medians))
+        memory = {name: tree_bytes(pid) for name, (_, pid) in engines.items()}
+        for client in clients.values():
+            runner.run(client.close())
+    return results, memory
 
 
 def run_generate(model: Any, prompts: list[list[int]], case: Case) -> float:
@@ -175,35 +196,60 @@ async def run_engine(client: "EngineClient", prompts: list[list[int]], case: Cas
     return elapsed
 
 
+def server_command(name: str, path: Path) -> list[str]:
+    """As a job starts it."""
+    if name == "embedded":
+        return ["miles.backends.embedded.server", "--model-path", str(path)]
+    from miles.backends.sglang_utils.arguments import server_arguments
+    from miles.config.root import MilesConfig
+
+    config = MilesConfig()
+    config = replace(config, rollout=replace(config.rollout, hf_checkpoint=str(path)))
+    return ["miles.backends.sglang_utils.server", *server_arguments(config, 0, 1)]
+
+
+def tree_bytes(pid: int) -> int:
+    """Memory of a process and its children that nobody else has."""
+    process = psutil.Process(pid)
+    return sum(p.memory_full_info().uss for p in (process, *process.children(recursive=True)))
+
+
 @contextmanager
-def engine_server(path: Path) -> Generator[str]:
+def engine_server(name: str, path: Path) -> Generator[tuple[str, int]]:
+    """Its URL and process id."""
     with tempfile.TemporaryDirectory() as folder:
-        ready = Path(folder) / "ready"
-        command = [sys.executable, "-m", "miles.backends.embedded.server", "--model-path"]
-        process = subprocess.Popen(
-            [*command, str(path), "--ready-file", str(ready), "--parent-pid", str(os.getpid())]
-        )
+        ready, output = Path(folder) / "ready", Path(folder) / "log"
+        own = ["--ready-file", str(ready), "--parent-pid", str(os.getpid())]
+        with output.open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *server_command(name, path), *own], stdout=log, stderr=log
+            )
         try:
             deadline = time.monotonic() + START_TIMEOUT_S
             while not ready.exists():
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError("the engine did not start; see its messages above")
+                    raise RuntimeError(f"the engine did not start:\n{output.read_text()}")
                 time.sleep(0.05)
-            yield json.loads(ready.read_text())["url"]
+            yield json.loads(ready.read_text())["url"], process.pid
         finally:
             process.terminate()
             process.wait(30)
 
 
-def show(name: str, args: argparse.Namespace, results: Sequence[tuple[Case, float, float]]) -> None:
+def show(
+    name: str, args: argparse.Namespace, results: Sequence[Result], memory: Mapping[str, int]
+) -> None:
     load = os.getloadavg()[0]
     title = f"{name}: tokens/s, {args.threads} threads, median of {args.repeats} (load {load:.1f})"
-    table = Table("case", "tokens", "generate()", "engine", "engine / generate()", title=title)
-    for case, plain, engine in results:
-        speeds = [case.num_tokens / plain, case.num_tokens / engine]
-        ratio = f"{plain / engine:.2f}"
-        table.add_row(case.name, str(case.num_tokens), *(f"{s:,.0f}" for s in speeds), ratio)
+    ratios = [f"{engine} / {GENERATE}" for engine in memory]
+    table = Table("case", "tokens", GENERATE, *memory, *ratios, title=title)
+    for result in results:
+        speeds = [result.case.num_tokens / result.seconds[side] for side in (GENERATE, *memory)]
+        ratio = [f"{result.seconds[GENERATE] / result.seconds[engine]:.2f}" for engine in memory]
+        cells = (str(result.case.num_tokens), *(f"{s:,.0f}" for s in speeds), *ratio)
+        table.add_row(result.case.name, *cells)
     Console().print(table)
+    print(", ".join(f"{engine}: {size / 2**30:.2f} GiB" for engine, size in memory.items()))
 
 
 if __name__ == "__main__":

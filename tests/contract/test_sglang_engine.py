@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from miles.core import hf
 from miles.rollout.engine_set import HttpEngineSet
@@ -39,10 +40,7 @@ pytestmark = pytest.mark.sglang
 def engine(sglang_engine: EngineProcess, engine_model: Path) -> Iterator[EngineProcess]:
     """The shared one; other tests get it back with the weights of ``engine_model``."""
     yield sglang_engine
-    post(sglang_engine.url, "/pause_generation", {"mode": "abort"})
-    update = {"model_path": str(engine_model), "weight_version": "default"}
-    assert post(sglang_engine.url, "/update_weights_from_disk", update).json["success"]
-    post(sglang_engine.url, "/continue_generation")
+    load_from_disk(sglang_engine, engine_model)
 
 
 def engine_set(*engines: EngineProcess) -> HttpEngineSet:
@@ -85,6 +83,29 @@ def test_new_weights_arrive_bit_for_bit_and_sglang_generates_from_them(
     assert completion.weight_version == seed + 1
     reference = log_probs_by_transformers(engine_model, seed, completion.output_ids)
     assert torch.allclose(torch.tensor(completion.log_probs), reference, atol=1e-4)
+
+
+def load_from_disk(engine: EngineProcess, model: Path) -> None:
+    post(engine.url, "/pause_generation", {"mode": "abort"})
+    update = {"model_path": str(model), "weight_version": "default"}
+    assert post(engine.url, "/update_weights_from_disk", update).json["success"]
+    post(engine.url, "/continue_generation")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_sglang_finds_the_same_weights_in_a_push_and_in_the_checkpoint_of_them(
+    transport: str, engine: EngineProcess, engine_model: Path, ranks: TrainerRanks, tmp_path: Path
+) -> None:
+    """By the digests of its own checker, of its own fused parameters."""
+    one = engine_set(engine)
+    export = shutil.copytree(engine_model, tmp_path / "export")
+    save_file(new_weights(engine_model, 41), export / "model.safetensors", {"format": "pt"})
+    push(ranks, transport, one, engine_model, seed=41, version=41)
+    pushed = one.weight_checksums()
+    push(ranks, transport, one, engine_model, seed=42, version=42)
+    assert all(one.weight_checksums()[0][name] != digest for name, digest in pushed[0].items())
+    load_from_disk(engine, export)
+    assert one.weight_checksums() == pushed
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from miles.rollout.debug_data import load_groups
-from tests.e2e.conftest import metrics_of
+from tests.e2e.conftest import BACKENDS, metrics_of, with_backend
 from tests.e2e.engine_faults import servers_of
 
 pytestmark = pytest.mark.sglang
@@ -24,14 +24,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "layout", ["disaggregated", pytest.param("colocated", marks=pytest.mark.full)]
 )
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_sglang_generates_what_is_trained_and_holds_the_trained_weights(
-    layout: str, run_train: Runner, base_flags: dict[str, Any], tmp_path: Path
+    backend: str, layout: str, run_train: Runner, base_flags: dict[str, Any], tmp_path: Path
 ) -> None:
     omitted = ("deterministic-rollout", "rollout-num-gpus")
     flags = {k: v for k, v in base_flags.items() if k not in omitted}
-    result = run_train(
-        {**flags, **LAYOUTS[layout], "rollout-engine": "sglang", "run-dir": tmp_path}, timeout=280
-    )
+    # A colocated trainer has one rank.
+    dimensions = with_backend({}, backend) if layout == "disaggregated" else {}
+    flags = {**flags, "train-backend": backend, **dimensions, **LAYOUTS[layout]}
+    result = run_train({**flags, "rollout-engine": "sglang", "run-dir": tmp_path}, timeout=280)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "SGLang without an accelerator runs with --device cpu" in result.stdout + result.stderr
     assert "the router of the engines runs with" in result.stdout + result.stderr

@@ -9,13 +9,20 @@ NUM_ROLLOUTS = 10
 """Of two steps each."""
 
 
-def streaming(directory: Path, moments: str = "fp32") -> dict[str, Any]:
+def on_disk(directory: Path) -> dict[str, Any]:
     """Fields of ``OffloadConfig``."""
     return {
         "offload_train": True,
         "offload_train_target": "disk",
         "offload_train_disk_dir": str(directory),
         "offload_train_disk_chunk_mb": 1,
+    }
+
+
+def streaming(directory: Path, moments: str = "fp32") -> dict[str, Any]:
+    """Fields of ``OffloadConfig``."""
+    return {
+        **on_disk(directory),
         "stream_optimizer_state_to_disk": True,
         "stream_optimizer_state_moment_dtype": moments,
     }

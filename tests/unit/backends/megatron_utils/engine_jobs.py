@@ -5,7 +5,6 @@ do that in the actor.
 """
 
 import dataclasses
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -241,8 +240,8 @@ def train_with_updates_between(
             assert weights_of(actor) == awake
         actor.sleep()
         names = local_tensors(actor.ops.model.chunks)
-        saved = chain.from_iterable(actor.ops.store._saved)
-        kept.append(sum(part.num_bytes for part in saved if part.key in names))
+        saved = [p for parts in actor.ops.store._saved for p in parts if p.key in names]
+        kept.append(sum(part.num_bytes for part in saved))
         assert {t.untyped_storage().nbytes() for t in names.values()} == {0}
         actor.wake_up()
         assert weights_of(actor) == awake
