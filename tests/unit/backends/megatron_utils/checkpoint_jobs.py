@@ -124,6 +124,15 @@ def save_again(config: MilesConfig) -> dict[str, Any]:
         return {"first": first, **report(actor)}
 
 
+def save_displaced(config: MilesConfig) -> None:
+    """A checkpoint in which main parameters begin one element too late."""
+    with running(config) as (actor, _):
+        for name, tensor in actor.ops.optimizer.resident_tensors().items():
+            if "exp_avg" not in name:
+                tensor.copy_(tensor.roll(1))
+        actor.save_model(0)
+
+
 def attempt_saves(
     config: MilesConfig, rollouts: list[list[TrainBatch]], limit: int
 ) -> dict[str, Any]:
