@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from miles.backends.megatron_utils import host_adam
 from miles.backends.megatron_utils.fp32_param_utils import number_marked_parameters
+from miles.backends.megatron_utils.loss_scale import share_scale
 from miles.backends.megatron_utils.streaming import StreamedInner, stream_state
 from miles.backends.training_utils import optimizer_state
 from miles.backends.training_utils.schedule import learning_rate_at
@@ -97,6 +98,7 @@ class Optimizer:
                 use_gloo_process_groups=args.use_gloo_process_groups,
             )
         number_marked_parameters(self.megatron)
+        self._scale = share_scale(self.megatron.chained_optimizers)
         self._moments = _moment_dtypes(args, offload)
         self._streamed: list[StreamedInner] = []
         if offload.stream_optimizer_state_to_disk:
@@ -120,6 +122,8 @@ class Optimizer:
         run alone.
         """
         overflow = bool(self.megatron.prepare_grads())
+        if self._scale is not None:
+            self._scale.end_step()
         grad_norm = math.inf if overflow else float(self.megatron.get_grad_norm())
         skipped = not math.isfinite(grad_norm)
         if not skipped:
