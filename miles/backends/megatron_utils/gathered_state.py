@@ -12,6 +12,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
+from miles.backends.megatron_utils.fused_adam import FusedAdam
 from miles.backends.megatron_utils.shards import local_tensors
 
 SHARDING, GATHERED = "distrib_optim_sharding_type", "fully_reshardable"
@@ -61,12 +62,18 @@ def check_owners(
     foreign = [
         names[id(parameter)]
         for part, state in zip(parts, states, strict=True)
-        if state.get("param_state_sharding_type") == GATHERED
+        if state.get("param_state_sharding_type") == GATHERED and _has_mains(part)
         for parameter, main in _with_mains(part, state["param_state"])
         if not _is_rounded(parameter, main)
     ]
     if foreign:
         raise ForeignState(f"{len(foreign)} parameters, among them {', '.join(foreign[:3])}")
+
+
+def _has_mains(part: Any) -> bool:
+    """Transformer Engine's precision-aware Adam may give bits instead, which complete weights."""
+    precision_aware = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    return isinstance(part.optimizer, FusedAdam) or not precision_aware
 
 
 def _places_without_padding(buffer: Any) -> dict[nn.Parameter, tuple[int, int, int]]:
