@@ -19,7 +19,7 @@ SHARDING, GATHERED = "distrib_optim_sharding_type", "fully_reshardable"
 
 _COMPARED = 1024
 """Elements of a parameter: state of another one differs from the first on."""
-_ROUNDING = {"rtol": 2.0**-7, "atol": 1e-6}
+_RELATIVE, _ABSOLUTE = 2.0**-7, 1e-6
 """More than bf16 rounds off, or fp16 near zero: the run that saved may have had either."""
 
 
@@ -96,7 +96,8 @@ def _with_mains(part: Any, states: Mapping[int, Any]) -> list[tuple[nn.Parameter
 
 
 def _is_rounded(parameter: nn.Parameter, main: Tensor) -> bool:
-    if DistributedOptimizer._is_distopt_quantized_param(parameter):
-        return True  # fp8 rounds more than can be told from another parameter
-    held, exact = (tensor.detach().view(-1)[:_COMPARED] for tensor in (parameter, main))
-    return torch.allclose(held.to(exact), exact, **_ROUNDING)
+    # fp8 rounds off so much that another parameter could pass for this one.
+    if DistributedOptimizer._is_distopt_quantized_param(parameter):  # pyright: ignore[reportPrivateUsage]
+        return True
+    held, exact = (tensor.detach().reshape(-1)[:_COMPARED] for tensor in (parameter, main))
+    return torch.allclose(held.to(exact), exact, rtol=_RELATIVE, atol=_ABSOLUTE)

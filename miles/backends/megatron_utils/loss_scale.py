@@ -15,7 +15,8 @@ class SharedScale(MegatronGradScaler):
     overflows, but scales the loss with the first part's: once they differ, so do the gradients.
     """
 
-    def __init__(self, scaler: MegatronGradScaler) -> None:
+    def __init__(self, scaler: Any) -> None:
+        """``scaler``: the ``MegatronGradScaler`` that knows the scale."""
         self._scaler = scaler
         self._overflowed = False
 
@@ -38,7 +39,7 @@ class SharedScale(MegatronGradScaler):
         self._scaler.update(self._overflowed)
         self._overflowed = False
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Any:
         """Of the scaler itself: the same for every part."""
         return self._scaler.state_dict()
 
