@@ -367,34 +367,36 @@ _REFUSED = """
     megatron-fsdp-grad-comm-dtype megatron-fsdp-main-grads-dtype megatron-fsdp-main-params-dtype
     megatron-fsdp-max-pool-double-buffer memory-snapshot-path merge-file
     mid-level-dataset-surplus mla-down-proj-fusion mlp-chunks-for-prefill mock-data
-    model-parallel-size moe-enable-routing-replay moe-input-jitter-eps moe-latent-size
-    moe-mlp-glu-interleave-size moe-pad-experts-for-cuda-graph-inference moe-paged-stash
+    model-parallel-size moe-enable-routing-replay moe-expert-capacity-factor
+    moe-expert-rank-capacity-factor moe-input-jitter-eps moe-latent-size
+    moe-mlp-glu-interleave-size moe-pad-expert-input-to-capacity
+    moe-pad-experts-for-cuda-graph-inference moe-paged-stash
     moe-paged-stash-buffer-size-factor-cpu moe-paged-stash-buffer-size-factor-cuda
     moe-paged-stash-page-size moe-per-layer-logging moe-router-bias-update-rate
     moe-router-force-biased moe-router-force-load-balancing moe-router-quantile-balancing-ema
     moe-routing-trace-capture-hidden-states moe-routing-trace-capture-logits
     moe-routing-trace-dump-weights moe-routing-trace-max-training-iters moe-routing-trace-path
     moe-shared-expert-glu-interleave-size moe-shared-expert-overlap moe-single-grouped-bias
-    moe-single-grouped-weight moe-upcycling-granularity moe-use-upcycling mrope-section mscale
-    mscale-all-dim mtp-detach-heads mtp-hybrid-override-pattern mtp-loss-scaling-factor
-    mtp-num-layers mtp-standalone mtp-use-repeated-layer multiple-validation-sets
-    muon-coefficient-type muon-extra-scale-factor muon-fp32-matmul-prec muon-momentum
-    muon-nesterov muon-no-split-qkv muon-num-ns-steps muon-scalar-optimizer muon-scale-mode
-    muon-tp-mode mup-attn-scale-power mup-base-head-dim mup-base-hidden-size mup-embedding-mult
-    mup-output-mult mup-width-mult nccl-all-reduce-for-prefill no-barrier-with-level-1-timing
-    no-ckpt-fully-parallel-save no-ckpt-load-validate-sharding-integrity
-    no-create-attention-mask-in-dataloader no-data-sharding no-dsa-indexer-rotate-activation
-    no-dsa-indexer-scoring-relu no-flight-recorder-dump-on-timeout
-    no-flight-recorder-extra-dump-on-exec no-flight-recorder-include-only-active
-    no-gradient-reduce-div-fusion no-inference-disable-ep-consensus
-    no-inference-dynamic-batching-prefix-caching no-inference-text-gen-server-logging
-    no-inference-use-synchronous-zmq-collectives no-inference-wandb-logging no-load-optim
-    no-load-rng no-log-loss-scale-to-tensorboard no-manual-gc-eval no-mmap-bin-files
-    no-one-logger no-pad-vocab-size no-rl-inference-logprobs-is-correction
-    no-rl-offload-inference-model-weights-when-idle no-rl-partial-rollouts
-    no-rl-persist-cuda-graphs no-rl-skip-bos-token no-rl-training-cuda-graphs
-    no-rl-use-sequence-packing no-rl-verify-model-weights-swap no-save-rng
-    no-stream-ckpt-dequant no-strict-fsdp-dtensor-load
+    moe-single-grouped-weight moe-token-drop-policy moe-upcycling-granularity moe-use-upcycling
+    mrope-section mscale mscale-all-dim mtp-detach-heads mtp-hybrid-override-pattern
+    mtp-loss-scaling-factor mtp-num-layers mtp-standalone mtp-use-repeated-layer
+    multiple-validation-sets muon-coefficient-type muon-extra-scale-factor muon-fp32-matmul-prec
+    muon-momentum muon-nesterov muon-no-split-qkv muon-num-ns-steps muon-scalar-optimizer
+    muon-scale-mode muon-tp-mode mup-attn-scale-power mup-base-head-dim mup-base-hidden-size
+    mup-embedding-mult mup-output-mult mup-width-mult nccl-all-reduce-for-prefill
+    no-barrier-with-level-1-timing no-ckpt-fully-parallel-save
+    no-ckpt-load-validate-sharding-integrity no-create-attention-mask-in-dataloader
+    no-data-sharding no-dsa-indexer-rotate-activation no-dsa-indexer-scoring-relu
+    no-flight-recorder-dump-on-timeout no-flight-recorder-extra-dump-on-exec
+    no-flight-recorder-include-only-active no-gradient-reduce-div-fusion
+    no-inference-disable-ep-consensus no-inference-dynamic-batching-prefix-caching
+    no-inference-text-gen-server-logging no-inference-use-synchronous-zmq-collectives
+    no-inference-wandb-logging no-load-optim no-load-rng no-log-loss-scale-to-tensorboard
+    no-manual-gc-eval no-mmap-bin-files no-one-logger no-pad-vocab-size
+    no-rl-inference-logprobs-is-correction no-rl-offload-inference-model-weights-when-idle
+    no-rl-partial-rollouts no-rl-persist-cuda-graphs no-rl-skip-bos-token
+    no-rl-training-cuda-graphs no-rl-use-sequence-packing no-rl-verify-model-weights-swap
+    no-save-rng no-stream-ckpt-dequant no-strict-fsdp-dtensor-load
     no-tokenizer-sentencepiece-ignore-extra-whitespaces no-tp-comm-bulk-dgrad
     no-tp-comm-bulk-wgrad no-tp-comm-overlap-ag no-tp-comm-overlap-rs no-tp-comm-split-ag
     no-tp-comm-split-rs no-use-layer-wise-param-layout

@@ -221,13 +221,8 @@ APPLIES: tuple[Applies, ...] = (
         "with --moe-router-load-balancing-type aux_loss",
     ),
     Applies(
-        "moe-pad-expert-input-to-capacity moe-token-drop-policy",
-        lambda args, config: args.moe_expert_capacity_factor is not None,
-        "with --moe-expert-capacity-factor",
-    ),
-    Applies(
         """moe-enable-deepep moe-flex-* moe-deepep-* moe-hybridep-* moe-ncclep-*
-        moe-permute-fusion-into-hybridep moe-expert-rank-capacity-factor""",
+        moe-permute-fusion-into-hybridep""",
         lambda args, config: args.moe_token_dispatcher_type == "flex",
         "with --moe-token-dispatcher-type flex",
     ),

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from miles.backends.megatron_utils import random_state, sharded_state
+from miles.backends.megatron_utils.gathered_state import ForeignState
 from miles.backends.megatron_utils.sharded_state import TrainerState
 from miles.backends.training_utils import checkpoints
 from miles.backends.training_utils.checkpoint_writer import (
@@ -31,6 +32,12 @@ BACKEND = "megatron"
 _ENTRIES = ("*.distcp", ".metadata", ".metadata.tmp", "rng_*")
 _TORCH_DIST = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 """By this Megatron-LM knows the format; it looks into the same metadata.json and skips the rest."""
+
+_FOREIGN = (
+    "{step}: its master weights and moments are not those of its weights ({found}); its weights "
+    "are whole: convert them with tools/convert_torch_dist_to_hf.py and start from them with a "
+    "fresh optimizer (--hf-checkpoint, another --save and no --load)"
+)
 
 log = logging.get(__name__)
 
@@ -172,6 +179,8 @@ def _read_together(step: Path, state: TrainerState, flag: str = "--load") -> Non
         shapes = "; ".join(dict.fromkeys(map(str, faults)))
         misfit = f"{step} does not fit this model: {shapes}"
         error = _refused(flag, step, misfit if faults else _unreadable(step, caught), caught)
+    except ForeignState as caught:
+        error = _refused(flag, step, _FOREIGN.format(step=step, found=caught), caught)
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = _refused(flag, step, _unreadable(step, caught), caught)
     distributed.raise_together(error, f"reading {step}")

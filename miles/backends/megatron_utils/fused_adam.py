@@ -168,6 +168,21 @@ class FusedAdam(torch.optim.Optimizer):
         )
 
 
+def read_parameters(adam: Any) -> None:
+    """Make the main parameters that an Adam holds the present parameters.
+
+    Works on Transformer Engine's too, which may hold of a main parameter only the bits that its
+    parameter lacks. A parameter without state gets its main one in the first step.
+    """
+    for param, state in adam.state.items():
+        if MAIN not in state:
+            continue
+        if state[MAIN].dtype == torch.int16:
+            state[MAIN].zero_()
+        else:
+            adam.set_scaled_state(param, MAIN, param.detach().float())
+
+
 def install() -> None:
     """Make Megatron's optimizers use :class:`FusedAdam` where neither Transformer Engine nor Apex
     is installed; does nothing elsewhere, nor when called again."""

@@ -44,6 +44,15 @@ class HostAdam(FusedAdam):
         self._lanes = _Lanes(host)
         self._in_host_memory: frozenset[int] | None = None
 
+    @torch.no_grad()
+    def allocate(self) -> None:
+        """Give every parameter its state now: the main parameters are needed before a first step,
+        and Megatron would read a checkpoint into tensors on the device where there are none."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if not self.state[param]:
+                    self.initialize_state(param)
+
     def in_host_memory(self, param: Tensor) -> bool:
         """Whether the state of this parameter is there."""
         if self._in_host_memory is None:
@@ -52,9 +61,10 @@ class HostAdam(FusedAdam):
 
     @torch.no_grad()
     def restore_parameters(self) -> None:
-        """Make the parameters anew from main parameters."""
-        for param, state in self.state.items():
-            param.copy_(state[MAIN])
+        """Make the parameters anew from main parameters, which all of them have to have."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.copy_(self.state[param][MAIN])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The parameters may be others than before: the distributed optimizer puts in its shards

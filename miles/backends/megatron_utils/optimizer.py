@@ -4,6 +4,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 from miles.backends.megatron_utils import host_adam
 from miles.backends.megatron_utils.fp32_param_utils import number_marked_parameters
+from miles.backends.megatron_utils.fused_adam import read_parameters
+from miles.backends.megatron_utils.loss_scale import share_scale
 from miles.backends.megatron_utils.streaming import StreamedInner, gradients_away, stream_state
 from miles.backends.training_utils import optimizer_state
 from miles.backends.training_utils.schedule import learning_rate_at
@@ -101,6 +104,8 @@ class Optimizer:
             number_marked_parameters(self.megatron)
             if streams:
                 self._streamed = stream_state(self.megatron, offload)
+        self._scale = share_scale(self.megatron.chained_optimizers)
+        self._connect_held_mains()
         self._moments = _moment_dtypes(args, offload)
         self.schedule = Schedule(self.megatron, args, config, total_steps)
         self._clip = config.clip_grad
@@ -121,6 +126,8 @@ class Optimizer:
         run alone.
         """
         overflow = bool(self.megatron.prepare_grads())
+        if self._scale is not None:
+            self._scale.end_step()
         grad_norm = math.inf if overflow else float(self.megatron.get_grad_norm())
         skipped = not math.isfinite(grad_norm)
         if not skipped:
@@ -220,16 +227,35 @@ class Optimizer:
         if args.overlap_param_gather and args.align_param_gather:
             config.param_sync_func = _one_or_all([c.start_param_sync for c in self.chunks])
 
+    def _connect_held_mains(self) -> None:
+        """Where Adam itself holds the main parameters, ``reload_model_params`` of megatron-core
+        0.19 leaves them as they are."""
+        for part in self.megatron.chained_optimizers:
+            if part.is_stub_optimizer or not _holds_mains(part):
+                continue
+            part._copy_model_params_to_main_params = partial(_read_parameters, part.optimizer)
+            if isinstance(part.optimizer, host_adam.HostAdam):
+                part.optimizer.allocate()
+
     def _clip_gradients(self, grad_norm: float) -> None:
         if self._clip <= 0:
             return
         for part in self.megatron.chained_optimizers:
             parameters = [] if part.is_stub_optimizer else part.get_parameters()
             if parameters:
-                narrow = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
                 clip_grad_by_total_norm_fp32(
-                    parameters, self._clip, grad_norm, use_decoupled_grad=narrow
+                    parameters, self._clip, grad_norm, use_decoupled_grad=_holds_mains(part)
                 )
+
+
+def _holds_mains(part: Any) -> bool:
+    """Whether the Adam of this part holds the main parameters, and reads ``decoupled_grad``."""
+    return part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+
+
+def _read_parameters(adam: Any, state_dict: None = None) -> None:
+    assert state_dict is None, "weights are loaded into the model first"
+    read_parameters(adam)
 
 
 def _settings(args: argparse.Namespace) -> tuple[Any, dict[Any, Any]]:

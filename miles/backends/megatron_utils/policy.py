@@ -87,7 +87,7 @@ class MegatronPolicyOps:
         prefix = "ref_" if weights == "ref" else ""
         path = self._config.hooks.custom_megatron_before_log_prob_hook_path
         field = "custom_megatron_before_log_prob_hook_path"
-        _call_hook(field, path, self.args, model.chunks, prefix)
+        self._call_with_model(field, path, model.chunks, prefix)
         return model.log_probs(batches)
 
     def optimizer_step(self, batches: Sequence[MicroBatch], loss: LossFn) -> StepStats:
@@ -158,8 +158,14 @@ class MegatronPolicyOps:
         objects = (self.model.chunks, self.optimizer.megatron, self.optimizer.schedule)
         path = self._config.hooks.custom_megatron_before_train_step_hook_path
         field = "custom_megatron_before_train_step_hook_path"
-        _call_hook(field, path, self.args, *position, *objects)
+        self._call_with_model(field, path, *position, *objects)
         self._step_id += 1
+
+    def _call_with_model(self, field: str, path: str | None, *arguments: Any) -> None:
+        """With the parameters that every rank has updated."""
+        if path is not None:
+            self.model.synchronize_parameters()
+        _call_hook(field, path, self.args, *arguments)
 
     def _read_initial_weights(self, chunks: list[nn.Module]) -> None:
         """Of a torch_dist directory given as the reference, else of the Hugging Face one."""

@@ -17,6 +17,10 @@ _LENGTHS = "a micro-batch is as long as its samples"
 _DIALECT = "no model of the families that convert from Hugging Face has it"
 _ADAM = "the optimizer is Adam"
 _EXPERTS = "experts keep the layout that converts from Hugging Face, one by one"
+_DROPS = (
+    "which tokens an expert drops would depend on how samples are packed and spread over ranks; "
+    "the engines drop none"
+)
 _FLIGHT_RECORDER = "the process group is there before Megatron: set PyTorch's TORCH_FR_* variables"
 _HEAD = "log-probabilities come from this backend's own head, not from Megatron's loss"
 _INFERENCE = "the engines generate, not Megatron"
@@ -129,6 +133,8 @@ _NAMES: Mapping[str, str] = {
     ),
     "moe-use-upcycling moe-upcycling-granularity": "a checkpoint is trained as it is",
     "moe-enable-routing-replay": "this version does not replay the engines' routing",
+    """moe-expert-capacity-factor moe-pad-expert-input-to-capacity moe-token-drop-policy
+    moe-expert-rank-capacity-factor""": _DROPS,
     "moe-router-force-load-balancing moe-router-force-biased": (
         "it routes at random, for benchmarks"
     ),

@@ -29,9 +29,15 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from miles.backends.megatron_utils.gathered_state import (
+    GATHERED,
+    SHARDING,
+    check_owners,
+    placed_without_padding,
+)
+
 _REF = "ref."
 """Prefix of a reference's tensors."""
-_SHARDING, _GATHERED = "distrib_optim_sharding_type", "fully_reshardable"
 _NOT_THE_MODEL = ("optimizer.", "chained_", _REF, "rng_state", "rerun_state_machine")
 _ENGINE_STATE = "_extra_state"
 """What Transformer Engine's layers add, which local ones do not have; empty without fp8."""
@@ -89,7 +95,7 @@ def writable(state_dict: dict[str, Any], *, copied: bool, validate: bool) -> dic
 
     Collective when it is to ``validate`` that every part of every tensor is written exactly once.
     """
-    gathered = state_dict["content_metadata"].get(_SHARDING) == _GATHERED
+    gathered = state_dict["content_metadata"].get(SHARDING) == GATHERED
     split: Any = save_preprocess(state_dict, validate, lambda _: {})
     sharded, common = split
     sharded["common_state"] = ShardedObject("common_state", common, (1,), (0,), dist.get_rank())
@@ -125,7 +131,8 @@ def read(step: Path, state: TrainerState) -> None:
     """Fill all that ``state`` names from the step; collective.
 
     Raises ``Misfit`` or a ``CheckpointException`` around Megatron's error, perhaps on one rank
-    alone, when the step is not of this model, and any other error when it cannot be read.
+    alone, when the step is not of this model, ``ForeignState`` when its optimizer state is not
+    that of its weights, and any other error when it cannot be read.
     """
     common = dist_checkpointing.load_common_state_dict(step)
     _check_vocabulary(common, state.args)
@@ -142,7 +149,8 @@ def read(step: Path, state: TrainerState) -> None:
         _load_chunks(state.ref, loaded["ref"])
     if state.optimizer is not None and not state.optimizer.is_stub_optimizer:
         saved = _with_own_settings(state.optimizer, loaded["optimizer"])
-        state.optimizer.load_state_dict(saved)
+        check_owners(state.optimizer.chained_optimizers, saved, state.chunks)
+        state.optimizer.load_state_dict(dict(enumerate(saved)) if len(saved) > 1 else saved[0])
     if state.scheduler is not None and "opt_param_scheduler" in loaded:
         state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
 
@@ -161,7 +169,7 @@ def _content(args: Namespace) -> dict[str, Any]:
         # Its layers may differ: each is stored under its own number, not as part of a stack.
         content["non_homogeneous_layers"] = True
     if args.use_distributed_optimizer:
-        content[_SHARDING] = _GATHERED
+        content[SHARDING] = GATHERED
     return content
 
 
@@ -181,16 +189,18 @@ def _generate(
     optimizer_options: dict[str, Any] = {"metadata": metadata | in_one_place}
     if is_loading:
         optimizer_options["is_loading"] = True
-    return generate_state_dict(
-        _as_torch_dist(state.args, no_save_optim=False),
-        unwrap_model(list(state.chunks)),
-        state.optimizer,
-        state.scheduler,
-        rng_state,
-        iteration=iteration,
-        optim_sd_kwargs=optimizer_options,
-        model_sd_kwargs={"metadata": metadata},
-    )
+    parts = () if state.optimizer is None else state.optimizer.chained_optimizers
+    with placed_without_padding(parts):
+        return generate_state_dict(
+            _as_torch_dist(state.args, no_save_optim=False),
+            unwrap_model(list(state.chunks)),
+            state.optimizer,
+            state.scheduler,
+            rng_state,
+            iteration=iteration,
+            optim_sd_kwargs=optimizer_options,
+            model_sd_kwargs={"metadata": metadata},
+        )
 
 
 def _reference(chunks: Sequence[nn.Module], content: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,8 +232,9 @@ def _named(chunks: Sequence[nn.Module]) -> dict[str, Any]:
     return {f"model{index}": model for index, model in enumerate(models)}
 
 
-def _with_own_settings(optimizer: Any, loaded: dict[Any, Any]) -> dict[Any, Any]:
-    """A run goes on with its own flags: of the saved parameter groups it takes the step count.
+def _with_own_settings(optimizer: Any, loaded: dict[Any, Any]) -> list[dict[Any, Any]]:
+    """The state of each part. A run goes on with its own flags: of the saved parameter groups it
+    takes the step count.
 
     Megatron would take all of them, and refuses groups whose learning rate is another. It also has
     one optimizer or two, the second for experts, depending on the layout.
@@ -260,7 +271,7 @@ def _with_own_settings(optimizer: Any, loaded: dict[Any, Any]) -> dict[Any, Any]
             {**group, **chosen} for group, chosen in zip(members, settings, strict=False)
         ]
         own.append(state)
-    return dict(enumerate(own)) if len(parts) > 1 else own[0]
+    return own
 
 
 def _param_groups(state: Mapping[Any, Any]) -> list[dict[str, Any]]:

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from miles.backends.training_utils.checkpoints import read_tracker
+from miles.backends.training_utils.packing import build_micro_batches
 from miles.config.checkpoint import CheckpointConfig
 from miles.config.root import MilesConfig
-from miles.contracts.types import TrainBatch
+from miles.contracts.types import LossOutput, MicroBatch, TokenStats, TrainBatch
+from miles.core import device
 from miles.rollout.batch import make_batches
 from tests.unit.backends.fsdp_utils.jobs import LENGTHS, file_size_limit, make_groups
 from tests.unit.backends.megatron_utils import engine_jobs
@@ -122,6 +124,45 @@ def save_again(config: MilesConfig) -> dict[str, Any]:
     with running(config) as (actor, first):
         actor.save_model(first - 1)
         return {"first": first, **report(actor)}
+
+
+def save_displaced(config: MilesConfig) -> None:
+    """A checkpoint in which main parameters begin one element too late."""
+    with running(config) as (actor, _):
+        for name, tensor in actor.ops.optimizer.resident_tensors().items():
+            if "exp_avg" not in name:
+                tensor.copy_(tensor.roll(1))
+        actor.save_model(0)
+
+
+def steps_around_an_overflow_in_an_expert(
+    config: MilesConfig, rollouts: list[list[TrainBatch]]
+) -> dict[str, list[float]]:
+    """Gradient norm of each step, and the loss scale of each part of the optimizer after it.
+
+    At the start of a run the second of three steps overflows in one expert of one rank.
+    """
+    norms: list[float] = []
+    scales: list[float] = []
+    with running(config) as (actor, first):
+        ops, optimizer = actor.ops, actor.ops.optimizer
+        shard = rollouts[0][actor.parallel.dp_rank]
+        batches = build_micro_batches(shard, packed=True, device=device.current_device())[0]
+        for step in range(3 if first == 0 else 1):
+            optimizer.zero_grad()
+            sums = ops.model.forward_backward(batches, _sum_of_log_probs, with_entropy=False)
+            if step == 1 and actor.parallel.rank == 1:
+                chunk = optimizer.chunks[0]
+                expert = next(p for n, p in chunk.named_parameters() if "local_experts" in n)
+                expert.main_grad.view(-1)[0] = float("inf")
+            norms.append(optimizer.step(sums).grad_norm)
+            scales += [float(p.get_loss_scale()) for p in optimizer.megatron.chained_optimizers]
+        actor.save_model(first)
+    return {"norms": norms, "scales": scales}
+
+
+def _sum_of_log_probs(batch: MicroBatch, stats: TokenStats) -> LossOutput:
+    return LossOutput(loss=1e-3 * stats.log_probs_R.sum(), sums={})
 
 
 def attempt_saves(

@@ -251,6 +251,30 @@ def train_with_updates_between(
     return {"steps": steps, "weights": weights, "kept": kept, "parameters": parameters}
 
 
+def weights_around_a_nap(config: MilesConfig) -> list[Weights]:
+    """Before and after a sleep that comes before the first step."""
+    actor, _ = start(config)
+    before = weights_of(actor)
+    actor.sleep(keep_weights=True)
+    actor.sleep()
+    actor.wake_up()
+    found = [before, weights_of(actor)]
+    actor.shutdown()
+    return found
+
+
+def states_around_a_load(config: MilesConfig, step: Path) -> list[dict[str, int]]:
+    """Where the optimizer's tensors begin before a checkpoint is read into it, and after that."""
+    actor, _ = start(config)
+    found: list[dict[str, int]] = []
+    for _ in range(2):
+        tensors = actor.ops.optimizer.state_tensors()
+        found.append({name: tensor.data_ptr() for name, tensor in tensors.items()})
+        actor._checkpointer.load(step, actor._state(optimizer=True))
+    actor.shutdown()
+    return found
+
+
 def wake_after_other_parameters(config: MilesConfig) -> str:
     """What waking says when the parameters that it makes are not those that it noted."""
     actor, _ = start(config)

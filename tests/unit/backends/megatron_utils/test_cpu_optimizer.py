@@ -16,8 +16,10 @@ from tests.unit.backends.megatron_utils.checkpoint_jobs import (
 )
 from tests.unit.backends.megatron_utils.engine_jobs import (
     held_asleep,
+    states_around_a_load,
     steps_around_a_bad_one,
     train_with_naps,
+    weights_around_a_nap,
 )
 from tests.unit.backends.megatron_utils.layouts import OVERLAP, Layout
 
@@ -160,6 +162,38 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
         assert old["steps"] + new["steps"] == whole["steps"]
         for key in ("weights", "counts", "rate", "rng", "ref"):
             assert new[key] == whole[key], key
+
+
+def test_a_checkpoint_is_read_into_the_state_that_the_host_holds_from_the_start(
+    megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    """Else Megatron makes tensors for all of it on the device."""
+    config = make_config(tiny_qwen3, ON, **BF16)
+    saved = saving(config, tmp_path)
+    megatron_ranks.run_well(train_rollouts, saved, make_rollouts(saved, 1, 1), (0,), num_ranks=1)
+    (answer,) = megatron_ranks.run_well(
+        states_around_a_load, config, tmp_path / "iter_0000001", num_ranks=1
+    )
+    before, after = answer
+    kinds = {"master_param", "exp_avg", "exp_avg_sq"}
+    numbers = {name for name in before if name.count(".") == 1}
+    assert before.keys() - numbers == {f"{n}.{kind}" for n in numbers for kind in kinds}
+    assert before == after
+
+
+def test_parameters_can_be_made_from_masters_before_a_first_step(
+    megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    """At the start of a run, and of one whose checkpoint has no optimizer."""
+    rebuilds = {"offload_train": True, "rematerialize_param_from_master_weight": True}
+    config = make_config(tiny_qwen3, ON, offload=rebuilds, **BF16)
+    (fresh,) = megatron_ranks.run_well(weights_around_a_nap, config, num_ranks=1)
+    assert fresh[0] == fresh[1]
+    config = saving(config, tmp_path, no_save_optim=True)
+    rollouts = make_rollouts(config, 1, 1)
+    (trained,) = megatron_ranks.run_well(train_rollouts, config, rollouts, (0,), num_ranks=1)
+    (resumed,) = megatron_ranks.run_well(weights_around_a_nap, config, num_ranks=1)
+    assert resumed[0] == resumed[1] == trained["weights"] != fresh[0]
 
 
 @pytest.mark.full

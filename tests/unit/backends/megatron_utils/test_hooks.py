@@ -23,6 +23,7 @@ from tests.unit.backends.fsdp_utils.jobs import (
 )
 from tests.unit.backends.fsdp_utils.test_actor import SUPERVISED, negative_log_likelihood
 from tests.unit.backends.megatron_utils.engine_jobs import make_config, train_with_hooks
+from tests.unit.backends.megatron_utils.layouts import OVERLAP
 from tests.unit.backends.megatron_utils.page_jobs import router_gradients, weights_by_rollout
 from tests.unit.backends.megatron_utils.test_router import auxiliary_losses
 from tests.unit.customization_page import MODULE, write_examples
@@ -72,6 +73,55 @@ def test_a_hook_before_log_probs_runs_where_a_step_would_need_no_pass_for_them(
     rollouts = make_rollouts(config, 2, dp_size=1)
     for answer in megatron_ranks.run_well(train_with_hooks, config, rollouts, num_ranks=2):
         assert answer["seen"] == [("log-probs", 1, ""), ("log-probs", 1, "")]
+
+
+def test_hooks_see_the_same_weights_on_every_rank_while_their_gather_overlaps(
+    megatron_ranks: Ranks, models: dict[str, Path]
+) -> None:
+    config = make_config(
+        models["dense"],
+        *OVERLAP,
+        hooks={
+            "custom_megatron_before_log_prob_hook_path": f"{HERE}.digest_before_log_prob",
+            "custom_megatron_before_train_step_hook_path": f"{HERE}.digest_before_step",
+        },
+    )
+    rollouts = make_rollouts(config, 2, dp_size=2)
+    one, other = megatron_ranks.run_well(train_with_hooks, config, rollouts, num_ranks=2)
+    assert one["seen"] == other["seen"]
+    # Log-probs and the first step have the same weights, the second step others.
+    assert len(one["seen"]) == 6
+    assert len(set(one["seen"])) == 4
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--use-precision-aware-optimizer",),
+        ("--use-precision-aware-optimizer", "--optimizer-cpu-offload"),
+    ],
+    ids=["device", "host"],
+)
+def test_weights_changed_between_steps_are_taken_over_by_an_adam_that_holds_main_weights(
+    megatron_ranks: Ranks, models: dict[str, Path], flags: tuple[str, ...]
+) -> None:
+    config = make_config(
+        models["dense"],
+        *flags,
+        precision={"fp32": False},
+        optimizer={"lr": 1e-6},
+        hooks={
+            "custom_megatron_before_train_step_hook_path": f"{HERE}.halve_before_second_step",
+        },
+    )
+    rollouts = make_rollouts(config, 1, dp_size=2)
+    original = load_file(models["dense"] / "model.safetensors")
+    for answer in megatron_ranks.run_well(train_with_hooks, config, rollouts, num_ranks=2):
+        for name, weight in original.items():
+            half = weight.bfloat16().float().reshape(-1) / 2
+            found = from_bytes(answer["weights"][name]).float()
+            # Two steps of at most 1e-6 each, then rounded.
+            torch.testing.assert_close(found, half, rtol=0, atol=5e-6, msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -158,14 +208,24 @@ def large(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return path
 
 
-@pytest.mark.parametrize("fp32", [True, False], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("fp32", "flags"),
+    [
+        pytest.param(True, (), id="fp32"),
+        pytest.param(False, (), id="bf16"),
+        pytest.param(
+            False, ("--use-precision-aware-optimizer", "--optimizer-cpu-offload"), id="bf16, host"
+        ),
+    ],
+)
 def test_the_example_of_clipping_keeps_every_weight_within_its_bounds(
-    megatron_ranks: Ranks, large: Path, page: Path, fp32: bool
+    megatron_ranks: Ranks, large: Path, page: Path, fp32: bool, flags: tuple[str, ...]
 ) -> None:
     """In bf16 too, where the step starts from the optimizer's own copies."""
     config = make_config(
         large,
         *TP2,
+        *flags,
         precision={"fp32": fp32},
         optimizer={"lr": 1e-6},
         hooks={

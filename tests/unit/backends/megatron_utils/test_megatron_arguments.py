@@ -216,6 +216,7 @@ def test_every_flag_of_megatrons_is_known_to_have_an_effect_or_refused() -> None
         (("--init-method-std", "0.02"), "read from a checkpoint"),
         (("--distributed-timeout-seconds-after-init", "9"), "--distributed-timeout-minutes"),
         (("--ddp-average-in-collective",), "summed"),
+        (("--moe-expert-capacity-factor", "1.0"), "the engines drop none"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )

@@ -34,6 +34,9 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 2}
 TP2_PP2 = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
+BUCKETS = "--overlap-grad-reduce --ddp-bucket-size 4000"
+"""Many gradient buckets, some with padding behind them."""
+BUSBW = "--ddp-pad-buckets-for-high-nccl-busbw"
 BF16 = {"precision": {"fp32": False}}
 FP16 = {"precision": {"fp32": False, "fp16": True}}
 
@@ -44,6 +47,12 @@ FP16 = {"precision": {"fp32": False, "fp16": True}}
         pytest.param("", {}, 2, 2, id="dp2 fp32"),
         pytest.param("", BF16, 2, 2, id="dp2 bf16"),
         pytest.param(WHOLE, BF16, 1, 1, id="one bf16, optimizer whole"),
+        pytest.param(BUCKETS, BF16, 1, 1, id="one bf16, padded buckets"),
+        pytest.param(BUCKETS, {}, 3, 3, id="dp3 fp32, padded buckets", marks=pytest.mark.full),
+        pytest.param(PP2, BF16, 6, 3, id="pp2 dp3, tied embeddings", marks=pytest.mark.full),
+        pytest.param(
+            f"{BUCKETS} {BUSBW}", BF16, 2, 2, id="dp2, wide padding", marks=pytest.mark.full
+        ),
         pytest.param(WHOLE, {}, 2, 2, id="dp2 fp32, optimizer whole", marks=pytest.mark.full),
         pytest.param(TP2_PP2, BF16, 4, 1, id="tp2 pp2", marks=pytest.mark.full),
         pytest.param(
@@ -132,10 +141,21 @@ MOVES = [
         Layout(model="moe", tp=2, etp=2, sequence_parallel=True),
         True,
     ),
+    (
+        Layout(dp=3, flags=tuple(BUCKETS.split()), note="padded buckets"),
+        Layout(dp=2, flags=tuple(BUCKETS.split()), note="padded buckets"),
+        True,
+    ),
     (Layout(tp=2), Layout(dp=4), False),
+    (Layout(model="tied", pp=2, dp=3), Layout(model="tied", tp=2), False),
     (Layout(model="tied", pp=2, dp=2), Layout(model="tied", pp=2, vpp=2), False),
     (Layout(pp=2, vpp=2), Layout(cp=2), False),
     (Layout(model="moe", pp=2), Layout(model="moe", ep=4, dp=4), False),
+    (
+        Layout(model="moe", ep=2, dp=2, flags=tuple(BUCKETS.split()), note="padded buckets"),
+        Layout(model="moe", pp=2, ep=2, dp=2),
+        False,
+    ),
     (
         Layout(model="moe", tp=2, pp=2, ep=4, dp=2, sequence_parallel=True),
         Layout(model="moe", pp=2, vpp=2, ep=2, dp=2),

@@ -15,6 +15,7 @@ from tests.unit.backends.megatron_utils.checkpoint_jobs import (
     WHOLE,
     make_config,
     make_rollouts,
+    save_displaced,
     saving,
     start,
     train_rollouts,
@@ -94,6 +95,18 @@ def test_damaged_or_foreign_checkpoints_are_refused(
         assert "does not fit" not in text
         file.write_bytes(whole)
     assert megatron_ranks.run_well(start, saved, num_ranks=2) == [1, 1]
+
+
+def test_master_weights_that_are_not_those_of_the_weights_are_refused(
+    megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    config = saving(make_config(tiny_qwen3, precision={"fp32": False}), tmp_path)
+    megatron_ranks.run_well(save_displaced, config, num_ranks=2)
+    text = refusal(megatron_ranks, config)
+    assert "--load" in text
+    assert "iter_0000001: its master weights and moments are not those of its weights" in text
+    assert "parameters, among them decoder.layers.1." in text
+    assert "tools/convert_torch_dist_to_hf.py" in text
 
 
 def test_layers_of_another_kind_are_named(
