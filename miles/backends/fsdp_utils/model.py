@@ -186,11 +186,13 @@ def load_model(path: str, mesh: DeviceMesh, options: LoadOptions) -> ShardedMode
     """
     precision = options.precision
     module = _build_on_meta(path, options)
-    weights, source = _read_on_first_rank(path, module, precision)
-    stored = _stored_dtypes(weights, precision)
-    _check_uniform({stored[key] for key, _ in module.named_parameters()})
+    weights, source = _read_on_first_rank(path, module)
+    stored = _stored_dtypes(module, weights, precision)
+    _check_uniform(set(stored.values()))
     for key, parameter in module.named_parameters():
         parameter.data = parameter.data.to(stored[key])
+        if source:
+            source[key] = source[key].to(stored[key])
     module.requires_grad_(not precision.frozen)
     _shard(module, mesh, options)
     # With shards in host memory they are filled there too: one device for all that is broadcast.
@@ -235,9 +237,9 @@ def _switch_off_dropout(hf_config: Any) -> None:
 
 
 def _read_on_first_rank(
-    path: str, module: PreTrainedModel, precision: Precision
+    path: str, module: PreTrainedModel
 ) -> tuple[list[Weight], dict[str, Tensor]]:
-    """The weight table everywhere; real tensors, in their stored dtype, on rank 0 alone."""
+    """The weight table everywhere; real tensors, in fp32, on rank 0 alone."""
     weights: list[Weight] = []
     tensors: dict[str, Tensor] = {}
 
@@ -247,13 +249,16 @@ def _read_on_first_rank(
 
     error = distributed.error_of(read) if distributed.rank() == 0 else None
     distributed.raise_together(error, f"loading {path}")
-    for key, dtype in _stored_dtypes(weights, precision).items():
-        tensors[key] = tensors[key].to(dtype)
     return distributed.broadcast_object(weights), tensors
 
 
-def _stored_dtypes(weights: list[Weight], precision: Precision) -> dict[str, torch.dtype]:
-    return {key: precision.stored(dtype) for key, dtype in dtypes_by_key(weights).items()}
+def _stored_dtypes(
+    module: nn.Module, weights: list[Weight], precision: Precision
+) -> dict[str, torch.dtype]:
+    """Of the parameters. Buffers stay as they are: no gather casts them, and a router that adds a
+    rounded one to its scores picks other experts."""
+    dtypes = dtypes_by_key(weights)
+    return {key: precision.stored(dtypes[key]) for key, _ in module.named_parameters()}
 
 
 def _read(path: str) -> dict[str, Tensor]:

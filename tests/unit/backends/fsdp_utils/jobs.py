@@ -35,6 +35,7 @@ from miles.config.optimizer import OptimizerConfig
 from miles.config.precision import PrecisionConfig
 from miles.config.rollout import RolloutConfig
 from miles.config.root import MilesConfig
+from miles.contracts.trainer import WeightsTag
 from miles.contracts.types import (
     Group,
     LossOutput,
@@ -411,6 +412,25 @@ def reference_over_rollouts(
         if rollout_id < len(rollouts):
             actor.train(rollout_id, rollouts[rollout_id][actor.parallel.rank])
     return seen
+
+
+def buffers_and_log_probs(
+    config: MilesConfig, rollouts: list[list[TrainBatch]]
+) -> dict[WeightsTag, dict[str, Any]]:
+    """Of policy and reference, before training."""
+    actor, _ = start(config, with_ref=True)
+    steps = build_micro_batches(
+        rollouts[0][actor.parallel.rank], packed=True, device=device.current_device()
+    )
+    batches = [batch for step in steps for batch in step]
+    models: dict[WeightsTag, Any] = {"actor": actor.ops.model, "ref": actor.ops.ref}
+    return {
+        tag: {
+            "buffers": {key: as_bytes(b) for key, b in model.module.named_buffers()},
+            "log_probs": [as_bytes(t) for t in actor.ops.log_probs(batches, weights=tag)],
+        }
+        for tag, model in models.items()
+    }
 
 
 def stored_dtypes(config: MilesConfig) -> set[str]:

@@ -58,6 +58,25 @@ FAMILIES = (
         },
     ),
 )
+ROUTER_BIAS = Family(
+    # A router that adds a buffer to its scores, which decides between experts.
+    "router_bias",
+    "glm4_moe_lite",
+    {
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "mlp_layer_types": ["dense", "sparse"],
+        "tie_word_embeddings": False,
+    },
+)
 CHANGES_LOGITS = (Family("granite", "granite", {"logits_scaling": 4.0}),)
 LEAKS = (
     # A recurrent layer, whose state transformers carries across documents of a row.
@@ -80,6 +99,10 @@ def make_family(folder: Path, family: Family, seed: int = 3, scale: float = 0.3)
             for parameter in model.parameters():
                 if parameter.dim() > 1:
                     parameter.normal_(std=scale)
+            for key, buffer in model.named_buffers():
+                if key.endswith("e_score_correction_bias"):
+                    # As in released models: large beside the differences that decide.
+                    buffer.normal_(mean=8.0, std=0.1)
     model.save_pretrained(path)
     make_tokenizer().save_pretrained(path)
     return path

@@ -13,6 +13,8 @@ from miles.core.hf import CheckpointDirError
 from tests.ranks import Ranks
 from tests.unit.backends.fsdp_utils.jobs import (
     LENGTHS,
+    as_bytes,
+    buffers_and_log_probs,
     log_probs_of,
     make_config,
     make_groups,
@@ -23,6 +25,7 @@ from tests.unit.backends.fsdp_utils.made_families import (
     CHANGES_LOGITS,
     FAMILIES,
     LEAKS,
+    ROUTER_BIAS,
     Family,
     make_family,
 )
@@ -149,3 +152,13 @@ def test_a_checkpoint_of_mixed_dtypes_needs_the_fp32_master(
     for answer in two_ranks.run(start, config):
         assert isinstance(answer, ConfigError)
         assert answer.problems[0].flag == "--no-keep-fp32-master"
+
+
+def test_a_reference_routes_as_the_policy_does(two_ranks: Ranks, tmp_path: Path) -> None:
+    path = make_family(tmp_path, ROUTER_BIAS)
+    (bias,) = (t for k, t in load_file(path / "model.safetensors").items() if "e_score" in k)
+    assert not torch.equal(bias, bias.bfloat16().float())
+    config = make_config(path, precision={"fp32": False})
+    for found in two_ranks.run_well(buffers_and_log_probs, config, make_rollouts(config, 1)):
+        assert found["actor"] == found["ref"]
+        assert as_bytes(bias) in found["ref"]["buffers"].values()
