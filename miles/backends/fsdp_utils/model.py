@@ -188,7 +188,8 @@ def load_model(path: str, mesh: DeviceMesh, options: LoadOptions) -> ShardedMode
     module = _build_on_meta(path, options)
     weights, source = _read_on_first_rank(path, module)
     stored = _stored_dtypes(module, weights, precision)
-    _check_uniform(set(stored.values()))
+    if not precision.frozen:
+        _check_trainable(set(stored.values()))
     for key, parameter in module.named_parameters():
         parameter.data = parameter.data.to(stored[key])
         if source:
@@ -300,10 +301,15 @@ def _require_fit(path: str, model: PreTrainedModel, info: Mapping[str, Any]) -> 
         raise CheckpointDirError(f"{path!r}: its weights do not fit: {'; '.join(problems)}")
 
 
-def _check_uniform(stored: set[torch.dtype]) -> None:
+def _check_trainable(stored: set[torch.dtype]) -> None:
+    remedy = None
     if len(stored) > 1:
         kinds = ", ".join(sorted(str(dtype) for dtype in stored))
-        remedy = f"the checkpoint mixes {kinds}, which FSDP2 cannot shard: keep the fp32 master"
+        remedy = f"the checkpoint mixes {kinds}, which FSDP2 cannot shard"
+    elif torch.float16 in stored:
+        remedy = "the checkpoint is fp16, in which Adam's second moment underflows"
+    if remedy is not None:
+        remedy += ": keep the fp32 master"
         raise ConfigError([Problem("--no-keep-fp32-master", True, remedy)])
 
 

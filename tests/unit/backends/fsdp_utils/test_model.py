@@ -140,18 +140,31 @@ def test_a_config_that_describes_another_model_than_the_files_is_refused(
     assert says in str(second)
 
 
-def test_a_checkpoint_of_mixed_dtypes_needs_the_fp32_master(
-    two_ranks: Ranks, tiny_qwen3_untied: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("others", "norm", "says"),
+    [
+        (torch.bfloat16, torch.float32, "mixes torch.bfloat16, torch.float32"),
+        (torch.float16, torch.float16, "second moment underflows"),
+    ],
+)
+def test_a_checkpoint_of_mixed_dtypes_or_fp16_needs_the_fp32_master(
+    two_ranks: Ranks,
+    tiny_qwen3_untied: Path,
+    tmp_path: Path,
+    others: torch.dtype,
+    norm: torch.dtype,
+    says: str,
 ) -> None:
-    mixed = tmp_path / "mixed"
-    shutil.copytree(tiny_qwen3_untied, mixed)
-    tensors = load_file(mixed / "model.safetensors")
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
-    save_file(tensors, mixed / "model.safetensors", {"format": "pt"})
-    config = make_config(mixed, fsdp={"keep_fp32_master": False})
+    path = tmp_path / "model"
+    shutil.copytree(tiny_qwen3_untied, path)
+    tensors = {k: t.to(others) for k, t in load_file(path / "model.safetensors").items()}
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(norm)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = make_config(path, fsdp={"keep_fp32_master": False})
     for answer in two_ranks.run(start, config):
         assert isinstance(answer, ConfigError)
         assert answer.problems[0].flag == "--no-keep-fp32-master"
+        assert says in str(answer)
 
 
 def test_a_reference_routes_as_the_policy_does(two_ranks: Ranks, tmp_path: Path) -> None:
