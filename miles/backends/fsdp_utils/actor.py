@@ -45,20 +45,19 @@ class FSDPPolicyOps:
         mesh = build_mesh(config.fsdp.dp_replicate_size)
         options = LoadOptions(
             make_precision(config),
-            config.fsdp.attn_implementation,
-            config.fsdp.gradient_checkpointing,
-            config.fsdp.fsdp_cpu_offload,
+            attention=config.fsdp.attn_implementation,
+            gradient_checkpointing=config.fsdp.gradient_checkpointing,
+            cpu_offload=config.fsdp.fsdp_cpu_offload,
         )
         self.model = load_model(config.rollout.hf_checkpoint, mesh, options)
-        self_check.check_head(self.model)
-        if config.data.use_dynamic_batch_size:
-            self_check.check_packing(self.model)
+        packs = config.data.use_dynamic_batch_size
+        self_check.check(self.model, packs=packs)
         self.ref: ShardedModel | None = None
         if with_ref:
             path = config.algorithm.ref_load or config.rollout.hf_checkpoint
             frozen = replace(options.precision, frozen=True)
-            self.ref = load_model(path, mesh, replace(options, precision=frozen))
-            self.ref.fuse_head = self.model.fuse_head
+            self.ref = load_model(path, mesh, replace(options, precision=frozen, flag="--ref-load"))
+            self_check.check(self.ref, packs=packs)
         self.optimizer = Optimizer(self.model, config, self.parallel)
         supervised = config.algorithm.loss_type == "sft_loss"
         self._options = HeadOptions(

@@ -44,6 +44,26 @@ log = logging.get(__name__)
 
 
 @dataclass(frozen=True)
+class LoadOptions:
+    """How a model is built, beside what its directory says."""
+
+    precision: Precision
+    flag: str = "--hf-checkpoint"
+    """Which named the directory, for errors."""
+    attention: str | None = None
+    """``--attn-implementation``."""
+    gradient_checkpointing: bool = False
+    cpu_offload: bool = False
+    """``--fsdp-cpu-offload``: shards live in host memory and are gathered on the device."""
+
+    def offload_policy(self) -> OffloadPolicy:
+        """Pinned where there is a device that copies from the shards: pinning needs one."""
+        if not self.cpu_offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=device.has_accelerator())
+
+
+@dataclass(frozen=True)
 class HeadOptions:
     """How logits become log-probs."""
 
@@ -56,18 +76,19 @@ class ShardedModel:
     """A causal language model whose parameters are sharded over the mesh."""
 
     def __init__(
-        self, module: PreTrainedModel, weights: list[Weight], precision: Precision
+        self, module: PreTrainedModel, weights: list[Weight], options: LoadOptions
     ) -> None:
         self.module: Any = module
         self.weights = weights
-        self.precision = precision
+        self.precision = options.precision
+        self.flag = options.flag
         self.attention = attention.implementation(module)
         self.fuse_head = True
         """Whether logits are the head's output as it is; ``self_check.py`` finds out."""
         head = module.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise ConfigError(
-                [Problem("--hf-checkpoint", type(module).__name__, "has no language-model head")]
+                [Problem(options.flag, type(module).__name__, "has no language-model head")]
             )
         self._head = head
         pad_id = getattr(module.config.get_text_config(), "pad_token_id", None)
@@ -157,24 +178,6 @@ class ShardedModel:
         return inputs, flat_index_T[batch.logit_index_R]
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """How a model is built, beside what its directory says."""
-
-    precision: Precision
-    attention: str | None = None
-    """``--attn-implementation``."""
-    gradient_checkpointing: bool = False
-    cpu_offload: bool = False
-    """``--fsdp-cpu-offload``: shards live in host memory and are gathered on the device."""
-
-    def offload_policy(self) -> OffloadPolicy:
-        """Pinned where there is a device that copies from the shards: pinning needs one."""
-        if not self.cpu_offload:
-            return OffloadPolicy()
-        return CPUOffloadPolicy(pin_memory=device.has_accelerator())
-
-
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
@@ -203,7 +206,7 @@ def load_model(path: str, mesh: DeviceMesh, options: LoadOptions) -> ShardedMode
     _move_buffers(module, device.current_device())
     module.train()
     exported = [replace(w, dtype=precision.exported(w.dtype)) for w in weights]
-    return ShardedModel(module, exported, precision)
+    return ShardedModel(module, exported, options)
 
 
 def _build_on_meta(path: str, options: LoadOptions) -> PreTrainedModel:

@@ -156,9 +156,13 @@ def sizes_of_shards(config: MilesConfig) -> dict[str, int]:
     return {name: local_tensor(parameter).numel() for name, parameter in parameters.items()}
 
 
-def log_probs_of(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
+def log_probs_of(
+    config: MilesConfig, rollouts: list[list[TrainBatch]], weights: WeightsTag = "actor"
+) -> dict[str, Any]:
     """Log-probs and entropies by sample index, and how the model was set up."""
-    actor, _ = start(config)
+    actor, _ = start(config, with_ref=weights == "ref")
+    model = actor.ops.model if weights == "actor" else actor.ops.ref
+    assert model is not None
     shard = rollouts[0][actor.parallel.rank]
     steps = build_micro_batches(
         shard, packed=config.data.use_dynamic_batch_size, device=device.current_device()
@@ -166,9 +170,9 @@ def log_probs_of(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[
     by_sample: dict[int, list[tuple[float, float]]] = {}
     for batch in (b for step in steps for b in step):
         options = HeadOptions(config.rollout.rollout_temperature, chunk_size=3)
-        stats = actor.ops.model.token_stats(batch, options, with_entropy=True)
+        stats = model.token_stats(batch, options, with_entropy=True)
         assert stats.entropy_R is not None
-        (again,) = actor.ops.log_probs([batch], weights="actor")
+        (again,) = actor.ops.log_probs([batch], weights=weights)
         # The pass without gradient takes other chunks of tokens.
         torch.testing.assert_close(again, stats.log_probs_R.detach(), atol=1e-5, rtol=0)
         for row, position in enumerate(batch.sample_positions):
@@ -180,7 +184,6 @@ def log_probs_of(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[
                     strict=True,
                 )
             )
-    model = actor.ops.model
     return {"stats": by_sample, "fused": model.fuse_head, "attention": model.attention}
 
 

@@ -19,6 +19,7 @@ from tests.unit.backends.fsdp_utils.jobs import (
     make_config,
     make_groups,
     make_rollouts,
+    reference_over_rollouts,
     start,
 )
 from tests.unit.backends.fsdp_utils.made_families import (
@@ -95,6 +96,30 @@ def test_a_model_that_looks_across_documents_is_refused_when_packed(
     config = make_config(path, data=PADDED, rollout={"rollout_temperature": TEMPERATURE})
     answers = two_ranks.run_well(log_probs_of, config, make_rollouts(config, 1))
     assert_close(answers, plain_stats(path))
+
+
+def test_a_reference_of_another_family_has_its_own_log_probs(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    policy, reference = make_family(tmp_path, FAMILIES[1]), make_family(tmp_path, CHANGES_LOGITS[0])
+    config = make_config(
+        policy,
+        algorithm={"ref_load": str(reference)},
+        rollout={"rollout_temperature": TEMPERATURE},
+    )
+    answers = two_ranks.run_well(log_probs_of, config, make_rollouts(config, 1), "ref")
+    assert_close(answers, plain_stats(reference))
+
+
+def test_a_reference_that_looks_across_documents_is_refused_when_packed(
+    two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    reference = make_family(tmp_path, LEAKS[0])
+    config = make_config(tiny_qwen3, algorithm={"ref_load": str(reference)})
+    for answer in two_ranks.run(reference_over_rollouts, config, make_rollouts(config, 1)):
+        assert isinstance(answer, ConfigError)
+        assert answer.problems[0].flag == "--use-dynamic-batch-size"
+        assert "--ref-load" in str(answer)
 
 
 def test_a_missing_attention_package_is_refused_by_name(two_ranks: Ranks, tiny_qwen3: Path) -> None:
