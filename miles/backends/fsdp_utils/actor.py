@@ -239,7 +239,9 @@ class FSDPTrainRayActor(TrainRayActor):
                 convert=self.config.checkpoint.convert_optimizer_state,
             )
         metadata = self._checkpointer.load(step, parts)
-        self.ops.optimizer.load_schedule_state(parts["lr_scheduler"])
+        self.ops.optimizer.load_schedule_state(
+            parts["lr_scheduler"], scaled_loss=metadata["config"]["precision"]["fp16"]
+        )
         # The next update then gets the version that it would have had.
         self._weight_sync.version = int(metadata["weight_version"])
         log.info("resumed from %s", step)

@@ -183,15 +183,16 @@ class Optimizer:
             "good_steps": torch.tensor(self.scale.good_steps),
         }
 
-    def load_schedule_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from there with the schedule of the present flags."""
+    def load_schedule_state(self, state: Mapping[str, Tensor], *, scaled_loss: bool) -> None:
+        """Go on from there with the schedule of the present flags, and with the loss scale if the
+        run that saved it had one (``scaled_loss``)."""
         position = int(state["step"])
         rate: Any = self.schedule.lr_lambdas[0]
         saved = self.schedule.state_dict()
         saved |= {"last_epoch": position, "_step_count": position + 1, "_last_lr": [rate(position)]}
         self.schedule.load_state_dict(saved)
         self.adam.param_groups[0]["lr"] = rate(position)
-        if self.scale.enabled:
+        if self.scale.enabled and scaled_loss:
             self.scale.value = float(state["loss_scale"])
             self.scale.good_steps = int(state["good_steps"])
 
