@@ -42,7 +42,7 @@ class FSDPPolicyOps:
     def __init__(self, config: MilesConfig, *, with_ref: bool) -> None:
         assert config.rollout.hf_checkpoint is not None, "--hf-checkpoint"
         self.parallel = parallel_state()
-        mesh = build_mesh(config.fsdp.dp_replicate_size)
+        mesh = build_mesh(config.fsdp.dp_replicate_size, config.cluster.distributed_timeout_minutes)
         options = LoadOptions(
             make_precision(config),
             attention=config.fsdp.attn_implementation,

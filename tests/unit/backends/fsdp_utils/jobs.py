@@ -10,6 +10,7 @@ import signal
 from collections.abc import Generator
 from concurrent.futures import wait
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from miles.backends.fsdp_utils.actor import FSDPTrainRayActor
 from miles.backends.fsdp_utils.model import HeadOptions
+from miles.backends.fsdp_utils.parallel import build_mesh
 from miles.backends.training_utils.checkpoints import read_tracker
 from miles.backends.training_utils.hf_export import export_hf
 from miles.backends.training_utils.offload_store import local_tensor
@@ -46,7 +48,7 @@ from miles.contracts.types import (
     TokenStats,
     TrainBatch,
 )
-from miles.core import device
+from miles.core import device, distributed
 from miles.rollout.batch import make_batches
 
 VOCABULARY = 64
@@ -470,3 +472,30 @@ def gradients_between_micro_batches(
     shards = [local_tensor(parameter).numel() for parameter in optimizer.names.values()]
     actor.shutdown()
     return {"held": held, "shards": shards}
+
+
+def gradient_norms(
+    config: MilesConfig, rollouts: list[list[TrainBatch]]
+) -> list[tuple[float, float]]:
+    """Of each step: what it reports, and the norm of its gradients in fp64."""
+    actor, _ = start(config)
+    optimizer = actor.ops.optimizer
+    exact: list[float] = []
+
+    def record(*_: Any) -> None:
+        squares = [full(p.grad).double().square().sum() for p in optimizer.names.values()]
+        exact.append(torch.stack(squares).sum().sqrt().item())
+
+    optimizer.adam.register_step_pre_hook(record)
+    stats = actor.train(0, rollouts[0][actor.parallel.rank])
+    return list(zip([step.grad_norm for step in stats.steps], exact, strict=True))
+
+
+def time_outs_of_groups(dp_replicate_size: int, minutes: float) -> list[timedelta]:
+    """Of the mesh's axes, in their order."""
+    distributed.init_process_group(minutes)
+    mesh = build_mesh(dp_replicate_size, minutes)
+    backends: list[Any] = [
+        mesh.get_group(axis)._get_backend(torch.device("cpu")) for axis in range(mesh.ndim)
+    ]
+    return [backend.options._timeout for backend in backends]
