@@ -15,16 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from miles.backends.fsdp_utils import attention
+from miles.backends.fsdp_utils import attention, sharding
 from miles.backends.fsdp_utils.precision import Precision
 from miles.backends.fsdp_utils.weights import (
     Weight,
@@ -198,7 +193,7 @@ def load_model(path: str, mesh: DeviceMesh, options: LoadOptions) -> ShardedMode
         if source:
             source[key] = source[key].to(stored[key])
     module.requires_grad_(not precision.frozen)
-    _shard(module, mesh, options)
+    sharding.shard(module, mesh, precision.mixed_precision_policy(), options.offload_policy())
     # With shards in host memory they are filled there too: one device for all that is broadcast.
     module.to_empty(device="cpu" if options.cpu_offload else device.current_device())
     module.tie_weights()
@@ -314,26 +309,6 @@ def _check_trainable(stored: set[torch.dtype]) -> None:
     if remedy is not None:
         remedy += ": keep the fp32 master"
         raise ConfigError([Problem("--no-keep-fp32-master", True, remedy)])
-
-
-def _shard(module: PreTrainedModel, mesh: DeviceMesh, options: LoadOptions) -> None:
-    """One FSDP unit per block, one per untied embedding, the rest with the root."""
-    policy, offload = options.precision.mixed_precision_policy(), options.offload_policy()
-    blocks = set(module._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
-    if not blocks:
-        log.info("%s names no blocks: it is sharded as one unit", type(module).__name__)
-    head = module.get_output_embeddings()
-    inputs = module.get_input_embeddings().parameters()
-    tied = head is not None and any(parameter is head.weight for parameter in inputs)
-    for part in list(module.modules()):
-        if type(part).__name__ in blocks or (isinstance(part, nn.Embedding) and not tied):
-            fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            # Losses are divided by global counts already: gradients add up, they do not average.
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)
 
 
 def _fill(module: PreTrainedModel, source: dict[str, Tensor]) -> None:

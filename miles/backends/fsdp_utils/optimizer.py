@@ -11,6 +11,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from miles.backends.fsdp_utils.sharding import UsedParameters
 from miles.backends.fsdp_utils.model import ShardedModel
 from miles.backends.training_utils import optimizer_state
 from miles.backends.training_utils.offload_store import local_tensor
@@ -69,6 +70,7 @@ class Optimizer:
         The master weights are the parameters themselves, which every forward pass needs: they stay.
         """
         options, total_steps = config.optimizer, total_optimizer_steps(config)
+        self._used = UsedParameters(model.module)
         self._model = model
         self._clip = options.clip_grad
         self._shards_gradients = config.fsdp.accumulate_sharded_gradients
@@ -126,6 +128,7 @@ class Optimizer:
                 value = value + stats.log_probs_R[:0].sum()
             (value * self.scale.value).backward()
             _add(totals, {**output.sums, "": output.loss.detach()})
+        self._used.drop_unused(self.names.values(), self._parallel)
         grad_norm = self._grad_norm()
         skipped = not math.isfinite(grad_norm)
         if not skipped:
