@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from miles.backends.fsdp_utils.sharding import UsedParameters
 from miles.backends.fsdp_utils.model import ShardedModel
+from miles.backends.fsdp_utils.sharding import UsedParameters
 from miles.backends.training_utils import optimizer_state
 from miles.backends.training_utils.offload_store import local_tensor
 from miles.backends.training_utils.schedule import learning_rate_at
@@ -70,11 +69,12 @@ class Optimizer:
         The master weights are the parameters themselves, which every forward pass needs: they stay.
         """
         options, total_steps = config.optimizer, total_optimizer_steps(config)
-        self._used = UsedParameters(model.module)
         self._model = model
+        self._used = UsedParameters(model.module)
         self._clip = options.clip_grad
         self._shards_gradients = config.fsdp.accumulate_sharded_gradients
         self._parallel = parallel
+        self._num_replicas = config.fsdp.dp_replicate_size
         self._fused = device.supports_fused_optimizer()
         self.names: dict[str, Tensor] = dict(model.module.named_parameters())
         # A rate of 1 that the schedule multiplies: the product is exactly what the schedule says.
@@ -242,11 +242,16 @@ class Optimizer:
         return [p.grad for p in self.names.values() if p.grad is not None]
 
     def _grad_norm(self) -> float:
-        """2-norm over all parameters and ranks, without the loss scale."""
-        norm = get_total_norm(self._gradients(), foreach=True)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        return float(norm) / self.scale.value
+        """2-norm over all parameters and ranks, without the loss scale; of bf16 gradients too it is
+        computed in fp32, and summed up in fp64."""
+        gradients = [local_tensor(gradient) for gradient in self._gradients()]
+        square = torch.zeros((), dtype=torch.float64, device=device.current_device())
+        if gradients:
+            norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)  # pyright: ignore
+            square += torch.stack(norms).double().square().sum()
+        # Replicas hold the same gradients.
+        square = self._parallel.dp_sum(square) / self._num_replicas
+        return math.sqrt(square.item()) / self.scale.value
 
     def _rescale_gradients(self, grad_norm: float) -> None:
         """Take the loss scale out and clip, in one pass."""

@@ -340,9 +340,9 @@ def load_and_report(config: MilesConfig) -> dict[str, Any]:
         "weights": weights_of(actor),
         "moments": moments,
         "rate": optimizer.schedule.get_last_lr()[0],
+        "scale": (optimizer.scale.value, optimizer.scale.good_steps),
         "rng": as_bytes(torch.get_rng_state()),
         "ref": {name: as_bytes(full(tensor)) for name, tensor in ref.items()},
-        "scale": (optimizer.scale.value, optimizer.scale.good_steps),
     }
     actor.shutdown()
     return result
