@@ -124,7 +124,11 @@ class ShardedModel:
             return TokenStats(log_probs_R=rows[0], entropy_R=rows[1] if with_entropy else None)
         logits_RxV = self._call(inputs, plain)[0]
         return token_stats_from_logits(
-            logits_RxV, batch.targets_R, temperature=options.temperature, with_entropy=with_entropy
+            logits_RxV,
+            batch.targets_R,
+            temperature=options.temperature,
+            chunk_size=options.chunk_size,
+            with_entropy=with_entropy,
         )
 
     def logits_and_head_output(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
