@@ -1,6 +1,7 @@
 """The mesh of this backend: ``dp_replicate × dp_shard``. It has no other axis."""
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ def build_mesh(dp_replicate_size: int, timeout_minutes: float) -> DeviceMesh:
     ranks = torch.arange(world_size).view(dp_replicate_size, -1)
     # init_device_mesh would give these groups PyTorch's own time-out.
     timeout = timedelta(minutes=timeout_minutes)
-    groups = [
+    groups: list[Any] = [
         dist.new_subgroups_by_enumeration(members.tolist(), timeout)[0]
         for members in (ranks.T, ranks)
     ]

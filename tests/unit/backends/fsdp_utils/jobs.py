@@ -483,7 +483,8 @@ def gradient_norms(
     exact: list[float] = []
 
     def record(*_: Any) -> None:
-        squares = [full(p.grad).double().square().sum() for p in optimizer.names.values()]
+        gradients = [p.grad for p in optimizer.names.values() if p.grad is not None]
+        squares = [full(gradient).double().square().sum() for gradient in gradients]
         exact.append(torch.stack(squares).sum().sqrt().item())
 
     optimizer.adam.register_step_pre_hook(record)
