@@ -493,10 +493,12 @@ def gradient_norms(
 
 
 def time_outs_of_groups(dp_replicate_size: int, minutes: float) -> list[timedelta]:
-    """Of the mesh's axes, in their order."""
+    """Of the mesh's axes in their order, each for tensors on the host and on the device."""
     distributed.init_process_group(minutes)
     mesh = build_mesh(dp_replicate_size, minutes)
     backends: list[Any] = [
-        mesh.get_group(axis)._get_backend(torch.device("cpu")) for axis in range(mesh.ndim)
+        mesh.get_group(axis)._get_backend(where)
+        for axis in range(mesh.ndim)
+        for where in (torch.device("cpu"), device.current_device())
     ]
     return [backend.options._timeout for backend in backends]
