@@ -77,7 +77,7 @@ class AlgorithmConfig:
     use_opsm: Annotated[bool, Doc("Mask negative samples that drifted off policy.")] = False
     opsm_delta: Annotated[float, Doc("Drift bound of --use-opsm.")] = 1e-4
     log_probs_chunk_size: Annotated[
-        int, Doc("Tokens whose logits exist at a time; -1 chooses by the vocabulary.")
+        int, Doc("Tokens whose fp32 logits exist at a time; -1 chooses by the vocabulary.")
     ] = -1
     reset_optimizer_states: Annotated[
         bool, Doc("Clear the optimizer's moments before every rollout.")

@@ -1,5 +1,6 @@
 """The FSDP backend on accelerators: the same numbers as on a CPU, and what only a device shows."""
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,10 @@ from tests.unit.backends.fsdp_utils.jobs import (
     make_groups,
     make_rollouts,
     save_in_background,
+    time_outs_of_groups,
     train_rollouts,
 )
+from tests.unit.backends.fsdp_utils.made_families import make_listed_experts
 from tests.unit.backends.fsdp_utils.test_actor import (
     NUM_ROLLOUTS,
     OPTIMIZER,
@@ -102,6 +105,35 @@ def test_ranks_train_in_fp32_like_one_plain_process_on_the_cpu(
     plain = plain_training(tiny_qwen3)
     for result in device_ranks.run(train_rollouts, config, rollouts):
         assert_like_plain(result, plain)
+
+
+@pytest.mark.parametrize(
+    "fsdp",
+    [{}, {"accumulate_sharded_gradients": True}, {"fsdp_cpu_offload": True}],
+    ids=["whole gradients", "sharded gradients", "shards in host memory"],
+)
+def test_parameters_that_only_some_ranks_use_train_like_one_plain_process_on_the_cpu(
+    device_ranks: DeviceRanks, tmp_path: Path, fsdp: dict[str, Any]
+) -> None:
+    model = make_listed_experts(tmp_path, num_experts=24)
+    config = make_config(
+        model,
+        algorithm=SUPERVISED,
+        optimizer=OPTIMIZER,
+        data={"max_tokens_per_gpu": 20},
+        fsdp=fsdp,
+    )
+    plain = plain_training(model)
+    rollouts = make_rollouts(config, NUM_ROLLOUTS, device_ranks.size)
+    for result in device_ranks.run(train_rollouts, config, rollouts):
+        assert_like_plain(result, plain)
+
+
+def test_every_group_of_a_mesh_waits_as_long_as_the_flag_says(device_ranks: DeviceRanks) -> None:
+    """NCCL's too; a replica a device."""
+    replicas = device_ranks.size
+    for found in device_ranks.run(time_outs_of_groups, replicas, 7):
+        assert set(found) == {timedelta(minutes=7)}
 
 
 @pytest.mark.parametrize("fp32", [False, True], ids=["bf16", "fp32"])

@@ -42,23 +42,22 @@ class FSDPPolicyOps:
     def __init__(self, config: MilesConfig, *, with_ref: bool) -> None:
         assert config.rollout.hf_checkpoint is not None, "--hf-checkpoint"
         self.parallel = parallel_state()
-        mesh = build_mesh(config.fsdp.dp_replicate_size)
+        mesh = build_mesh(config.fsdp.dp_replicate_size, config.cluster.distributed_timeout_minutes)
         options = LoadOptions(
             make_precision(config),
-            config.fsdp.attn_implementation,
-            config.fsdp.gradient_checkpointing,
-            config.fsdp.fsdp_cpu_offload,
+            attention=config.fsdp.attn_implementation,
+            gradient_checkpointing=config.fsdp.gradient_checkpointing,
+            cpu_offload=config.fsdp.fsdp_cpu_offload,
         )
         self.model = load_model(config.rollout.hf_checkpoint, mesh, options)
-        self_check.check_head(self.model)
-        if config.data.use_dynamic_batch_size:
-            self_check.check_packing(self.model)
+        packs = config.data.use_dynamic_batch_size
+        self_check.check(self.model, packs=packs)
         self.ref: ShardedModel | None = None
         if with_ref:
             path = config.algorithm.ref_load or config.rollout.hf_checkpoint
             frozen = replace(options.precision, frozen=True)
-            self.ref = load_model(path, mesh, replace(options, precision=frozen))
-            self.ref.fuse_head = self.model.fuse_head
+            self.ref = load_model(path, mesh, replace(options, precision=frozen, flag="--ref-load"))
+            self_check.check(self.ref, packs=packs)
         self.optimizer = Optimizer(self.model, config, self.parallel)
         supervised = config.algorithm.loss_type == "sft_loss"
         self._options = HeadOptions(
@@ -242,7 +241,9 @@ class FSDPTrainRayActor(TrainRayActor):
                 convert=self.config.checkpoint.convert_optimizer_state,
             )
         metadata = self._checkpointer.load(step, parts)
-        self.ops.optimizer.load_schedule_state(parts["lr_scheduler"])
+        self.ops.optimizer.load_schedule_state(
+            parts["lr_scheduler"], scaled_loss=metadata["config"]["precision"]["fp16"]
+        )
         # The next update then gets the version that it would have had.
         self._weight_sync.version = int(metadata["weight_version"])
         log.info("resumed from %s", step)

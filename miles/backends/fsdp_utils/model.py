@@ -15,16 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from miles.backends.fsdp_utils import attention
+from miles.backends.fsdp_utils import attention, sharding
 from miles.backends.fsdp_utils.precision import Precision
 from miles.backends.fsdp_utils.weights import (
     Weight,
@@ -44,6 +39,26 @@ log = logging.get(__name__)
 
 
 @dataclass(frozen=True)
+class LoadOptions:
+    """How a model is built, beside what its directory says."""
+
+    precision: Precision
+    flag: str = "--hf-checkpoint"
+    """Which named the directory, for errors."""
+    attention: str | None = None
+    """``--attn-implementation``."""
+    gradient_checkpointing: bool = False
+    cpu_offload: bool = False
+    """``--fsdp-cpu-offload``: shards live in host memory and are gathered on the device."""
+
+    def offload_policy(self) -> OffloadPolicy:
+        """Pinned where there is a device that copies from the shards: pinning needs one."""
+        if not self.cpu_offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=device.has_accelerator())
+
+
+@dataclass(frozen=True)
 class HeadOptions:
     """How logits become log-probs."""
 
@@ -56,18 +71,19 @@ class ShardedModel:
     """A causal language model whose parameters are sharded over the mesh."""
 
     def __init__(
-        self, module: PreTrainedModel, weights: list[Weight], precision: Precision
+        self, module: PreTrainedModel, weights: list[Weight], options: LoadOptions
     ) -> None:
         self.module: Any = module
         self.weights = weights
-        self.precision = precision
+        self.precision = options.precision
+        self.flag = options.flag
         self.attention = attention.implementation(module)
         self.fuse_head = True
         """Whether logits are the head's output as it is; ``self_check.py`` finds out."""
         head = module.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise ConfigError(
-                [Problem("--hf-checkpoint", type(module).__name__, "has no language-model head")]
+                [Problem(options.flag, type(module).__name__, "has no language-model head")]
             )
         self._head = head
         pad_id = getattr(module.config.get_text_config(), "pad_token_id", None)
@@ -108,7 +124,11 @@ class ShardedModel:
             return TokenStats(log_probs_R=rows[0], entropy_R=rows[1] if with_entropy else None)
         logits_RxV = self._call(inputs, plain)[0]
         return token_stats_from_logits(
-            logits_RxV, batch.targets_R, temperature=options.temperature, with_entropy=with_entropy
+            logits_RxV,
+            batch.targets_R,
+            temperature=options.temperature,
+            chunk_size=options.chunk_size,
+            with_entropy=with_entropy,
         )
 
     def logits_and_head_output(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -163,24 +183,6 @@ class ShardedModel:
         return inputs, flat_index_T[batch.logit_index_R]
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """How a model is built, beside what its directory says."""
-
-    precision: Precision
-    attention: str | None = None
-    """``--attn-implementation``."""
-    gradient_checkpointing: bool = False
-    cpu_offload: bool = False
-    """``--fsdp-cpu-offload``: shards live in host memory and are gathered on the device."""
-
-    def offload_policy(self) -> OffloadPolicy:
-        """Pinned where there is a device that copies from the shards: pinning needs one."""
-        if not self.cpu_offload:
-            return OffloadPolicy()
-        return CPUOffloadPolicy(pin_memory=device.has_accelerator())
-
-
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
@@ -192,13 +194,16 @@ def load_model(path: str, mesh: DeviceMesh, options: LoadOptions) -> ShardedMode
     """
     precision = options.precision
     module = _build_on_meta(path, options)
-    weights, source = _read_on_first_rank(path, module, precision)
-    stored = _stored_dtypes(weights, precision)
-    _check_uniform({stored[key] for key, _ in module.named_parameters()})
+    weights, source = _read_on_first_rank(path, module)
+    stored = _stored_dtypes(module, weights, precision)
+    if not precision.frozen:
+        _check_trainable(set(stored.values()))
     for key, parameter in module.named_parameters():
         parameter.data = parameter.data.to(stored[key])
+        if source:
+            source[key] = source[key].to(stored[key])
     module.requires_grad_(not precision.frozen)
-    _shard(module, mesh, options)
+    sharding.shard(module, mesh, precision.mixed_precision_policy(), options.offload_policy())
     # With shards in host memory they are filled there too: one device for all that is broadcast.
     module.to_empty(device="cpu" if options.cpu_offload else device.current_device())
     module.tie_weights()
@@ -206,7 +211,7 @@ def load_model(path: str, mesh: DeviceMesh, options: LoadOptions) -> ShardedMode
     _move_buffers(module, device.current_device())
     module.train()
     exported = [replace(w, dtype=precision.exported(w.dtype)) for w in weights]
-    return ShardedModel(module, exported, precision)
+    return ShardedModel(module, exported, options)
 
 
 def _build_on_meta(path: str, options: LoadOptions) -> PreTrainedModel:
@@ -241,9 +246,9 @@ def _switch_off_dropout(hf_config: Any) -> None:
 
 
 def _read_on_first_rank(
-    path: str, module: PreTrainedModel, precision: Precision
+    path: str, module: PreTrainedModel
 ) -> tuple[list[Weight], dict[str, Tensor]]:
-    """The weight table everywhere; real tensors, in their stored dtype, on rank 0 alone."""
+    """The weight table everywhere; real tensors, in fp32, on rank 0 alone."""
     weights: list[Weight] = []
     tensors: dict[str, Tensor] = {}
 
@@ -253,13 +258,16 @@ def _read_on_first_rank(
 
     error = distributed.error_of(read) if distributed.rank() == 0 else None
     distributed.raise_together(error, f"loading {path}")
-    for key, dtype in _stored_dtypes(weights, precision).items():
-        tensors[key] = tensors[key].to(dtype)
     return distributed.broadcast_object(weights), tensors
 
 
-def _stored_dtypes(weights: list[Weight], precision: Precision) -> dict[str, torch.dtype]:
-    return {key: precision.stored(dtype) for key, dtype in dtypes_by_key(weights).items()}
+def _stored_dtypes(
+    module: nn.Module, weights: list[Weight], precision: Precision
+) -> dict[str, torch.dtype]:
+    """Of the parameters. Buffers stay as they are: no gather casts them, and a router that adds a
+    rounded one to its scores picks other experts."""
+    dtypes = dtypes_by_key(weights)
+    return {key: precision.stored(dtypes[key]) for key, _ in module.named_parameters()}
 
 
 def _read(path: str) -> dict[str, Tensor]:
@@ -301,31 +309,16 @@ def _require_fit(path: str, model: PreTrainedModel, info: Mapping[str, Any]) -> 
         raise CheckpointDirError(f"{path!r}: its weights do not fit: {'; '.join(problems)}")
 
 
-def _check_uniform(stored: set[torch.dtype]) -> None:
+def _check_trainable(stored: set[torch.dtype]) -> None:
+    remedy = None
     if len(stored) > 1:
         kinds = ", ".join(sorted(str(dtype) for dtype in stored))
-        remedy = f"the checkpoint mixes {kinds}, which FSDP2 cannot shard: keep the fp32 master"
+        remedy = f"the checkpoint mixes {kinds}, which FSDP2 cannot shard"
+    elif torch.float16 in stored:
+        remedy = "the checkpoint is fp16, in which Adam's second moment underflows"
+    if remedy is not None:
+        remedy += ": keep the fp32 master"
         raise ConfigError([Problem("--no-keep-fp32-master", True, remedy)])
-
-
-def _shard(module: PreTrainedModel, mesh: DeviceMesh, options: LoadOptions) -> None:
-    """One FSDP unit per block, one per untied embedding, the rest with the root."""
-    policy, offload = options.precision.mixed_precision_policy(), options.offload_policy()
-    blocks = set(module._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
-    if not blocks:
-        log.info("%s names no blocks: it is sharded as one unit", type(module).__name__)
-    head = module.get_output_embeddings()
-    inputs = module.get_input_embeddings().parameters()
-    tied = head is not None and any(parameter is head.weight for parameter in inputs)
-    for part in list(module.modules()):
-        if type(part).__name__ in blocks or (isinstance(part, nn.Embedding) and not tied):
-            fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            # Losses are divided by global counts already: gradients add up, they do not average.
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)
 
 
 def _fill(module: PreTrainedModel, source: dict[str, Tensor]) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from miles.backends.fsdp_utils.model import ShardedModel
+from miles.backends.fsdp_utils.sharding import UsedParameters
 from miles.backends.training_utils import optimizer_state
 from miles.backends.training_utils.offload_store import local_tensor
 from miles.backends.training_utils.schedule import learning_rate_at
@@ -70,9 +70,11 @@ class Optimizer:
         """
         options, total_steps = config.optimizer, total_optimizer_steps(config)
         self._model = model
+        self._used = UsedParameters(model.module)
         self._clip = options.clip_grad
         self._shards_gradients = config.fsdp.accumulate_sharded_gradients
         self._parallel = parallel
+        self._num_replicas = config.fsdp.dp_replicate_size
         self._fused = device.supports_fused_optimizer()
         self.names: dict[str, Tensor] = dict(model.module.named_parameters())
         # A rate of 1 that the schedule multiplies: the product is exactly what the schedule says.
@@ -126,6 +128,7 @@ class Optimizer:
                 value = value + stats.log_probs_R[:0].sum()
             (value * self.scale.value).backward()
             _add(totals, {**output.sums, "": output.loss.detach()})
+        self._used.drop_unused(self.names.values(), self._parallel)
         grad_norm = self._grad_norm()
         skipped = not math.isfinite(grad_norm)
         if not skipped:
@@ -185,15 +188,16 @@ class Optimizer:
             "good_steps": torch.tensor(self.scale.good_steps),
         }
 
-    def load_schedule_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from there with the schedule of the present flags."""
+    def load_schedule_state(self, state: Mapping[str, Tensor], *, scaled_loss: bool) -> None:
+        """Go on from there with the schedule of the present flags, and with the loss scale if the
+        run that saved it had one (``scaled_loss``)."""
         position = int(state["step"])
         rate: Any = self.schedule.lr_lambdas[0]
         saved = self.schedule.state_dict()
         saved |= {"last_epoch": position, "_step_count": position + 1, "_last_lr": [rate(position)]}
         self.schedule.load_state_dict(saved)
         self.adam.param_groups[0]["lr"] = rate(position)
-        if self.scale.enabled:
+        if self.scale.enabled and scaled_loss:
             self.scale.value = float(state["loss_scale"])
             self.scale.good_steps = int(state["good_steps"])
 
@@ -240,11 +244,16 @@ class Optimizer:
         return [p.grad for p in self.names.values() if p.grad is not None]
 
     def _grad_norm(self) -> float:
-        """2-norm over all parameters and ranks, without the loss scale."""
-        norm = get_total_norm(self._gradients(), foreach=True)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        return float(norm) / self.scale.value
+        """2-norm over all parameters and ranks, without the loss scale; of bf16 gradients too it is
+        computed in fp32, and summed up in fp64."""
+        gradients = [local_tensor(gradient) for gradient in self._gradients()]
+        square = torch.zeros((), dtype=torch.float64, device=device.current_device())
+        if gradients:
+            norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)  # pyright: ignore
+            square += torch.stack(norms).double().square().sum()
+        # Replicas hold the same gradients.
+        square = self._parallel.dp_sum(square) / self._num_replicas
+        return math.sqrt(square.item()) / self.scale.value
 
     def _rescale_gradients(self, grad_norm: float) -> None:
         """Take the loss scale out and clip, in one pass."""

@@ -19,7 +19,17 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 log = logging.get(__name__)
 
 
-def check_head(model: ShardedModel) -> None:
+def check(model: ShardedModel, *, packs: bool) -> None:
+    """Check a policy or a reference, which may be of another family; collective.
+
+    Raises ``ConfigError`` where the run ``packs`` documents and the model cannot take them so.
+    """
+    _check_head(model)
+    if packs:
+        _check_packing(model)
+
+
+def _check_head(model: ShardedModel) -> None:
     """Switch the fused head off for a model that changes its logits afterwards; collective.
 
     Bitwise: soft-capping or scaling hardly moves the small logits of an untrained model.
@@ -28,16 +38,15 @@ def check_head(model: ShardedModel) -> None:
     same = torch.equal(logits.float(), head_output.float())
     model.fuse_head = distributed.broadcast_object(same)
     if not model.fuse_head:
-        name = type(model.module).__name__
-        log.info("%s changes the logits after its head: log-probs are computed unfused", name)
+        log.info("%s changes its head's output: log-probs are computed unfused", _named(model))
 
 
-def check_packing(model: ShardedModel) -> None:
+def _check_packing(model: ShardedModel) -> None:
     """Raise ``ConfigError`` when documents of one row see each other, or a mask would be built;
     collective."""
     if device.has_accelerator() and builds_packed_mask(model.attention):
         remedy = (
-            f"attention {model.attention!r} of {type(model.module).__name__} would build a"
+            f"attention {model.attention!r} of {_named(model)} would build a"
             " mask of tokens x tokens: leave it out (padded micro-batches), or choose another"
             " --attn-implementation"
         )
@@ -54,10 +63,14 @@ def check_packing(model: ShardedModel) -> None:
     difference = (together - alone).abs().max().item()
     if distributed.broadcast_object(not difference <= _TOLERANCE[model.precision.compute]):
         remedy = (
-            f"a document changes the log-probs of the next one in {type(model.module).__name__}"
+            f"a document changes the log-probs of the next one in {_named(model)}"
             f" (by {difference:.2g}): leave it out (padded micro-batches)"
         )
         raise ConfigError([Problem("--use-dynamic-batch-size", True, remedy)])
+
+
+def _named(model: ShardedModel) -> str:
+    return f"{type(model.module).__name__} ({model.flag})"
 
 
 def _documents(model: ShardedModel, lengths: tuple[int, ...], *, packed: bool) -> MicroBatch:

@@ -5,6 +5,7 @@ memory does not grow with tokens x vocabulary. Shape letters: ``R`` response tok
 size, ``V`` vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def token_stats(  # noqa: PLR0913
     backward pass, else the backward pass computes the logits again, chunk by chunk. ``R`` may be 0:
     the results then still have a gradient (of zeros) for every input.
     """
-    chunk = chunk_size if chunk_size > 0 else max(1, LOGITS_BUDGET // weight_VxH.shape[0])
+    chunk = _chunk(chunk_size, weight_VxH.shape[0])
     log_probs_R, entropy_R = _FusedTokenStats.apply(
         hidden_RxH, weight_VxH, bias, targets_R, temperature, chunk, with_entropy
     )
@@ -44,14 +45,24 @@ def token_stats(  # noqa: PLR0913
 
 
 def token_stats_from_logits(
-    logits_RxV: Tensor, targets_R: Tensor, *, temperature: float, with_entropy: bool
+    logits_RxV: Tensor,
+    targets_R: Tensor,
+    *,
+    temperature: float,
+    chunk_size: int,
+    with_entropy: bool,
 ) -> TokenStats:
-    """The same from logits that exist already, for models whose head cannot be fused."""
-    log_probs_RxV = torch.log_softmax(logits_RxV.float() / temperature, dim=-1)
-    log_probs_R = log_probs_RxV.gather(1, targets_R[:, None]).squeeze(1)
-    return TokenStats(
-        log_probs_R=log_probs_R, entropy_R=_entropy(log_probs_RxV) if with_entropy else None
+    """The same from logits that exist already, for models whose head cannot be fused. At most
+    ``chunk_size`` tokens have them in float32 at a time, and the backward pass computes that again.
+    """
+    log_probs_R, entropy_R = _TokenStatsFromLogits.apply(
+        logits_RxV, targets_R, temperature, _chunk(chunk_size, logits_RxV.shape[1]), with_entropy
     )
+    return TokenStats(log_probs_R=log_probs_R, entropy_R=entropy_R)
+
+
+def _chunk(chunk_size: int, vocabulary: int) -> int:
+    return chunk_size if chunk_size > 0 else max(1, LOGITS_BUDGET // vocabulary)
 
 
 def _entropy(log_probs_RxV: Tensor) -> Tensor:
@@ -60,13 +71,36 @@ def _entropy(log_probs_RxV: Tensor) -> Tensor:
     return -(log_probs_RxV.exp() * finite).sum(-1)
 
 
-def _log_softmax(
-    hidden_CxH: Tensor, weight_VxH: Tensor, bias: Tensor | None, temperature: float
-) -> Tensor:
-    logits_CxV = functional.linear(hidden_CxH, weight_VxH, bias).float()
+def _log_softmax(logits_CxV: Tensor, temperature: float) -> Tensor:
+    """Of float32 logits, which it may overwrite."""
     if temperature != 1.0:
         logits_CxV.div_(temperature)
     return torch.log_softmax(logits_CxV, dim=-1)
+
+
+def _from_hidden(
+    hidden_CxH: Tensor, weight_VxH: Tensor, bias: Tensor | None, temperature: float
+) -> Tensor:
+    return _log_softmax(functional.linear(hidden_CxH, weight_VxH, bias).float(), temperature)
+
+
+def _from_logits(logits_CxV: Tensor, temperature: float) -> Tensor:
+    return _log_softmax(logits_CxV.to(torch.float32, copy=True), temperature)
+
+
+def _statistics(
+    log_softmax: Callable[[slice], Tensor], targets_R: Tensor, chunk: int, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs and entropies, from the log-softmax of ``chunk`` rows at a time."""
+    log_probs_R = torch.empty(len(targets_R), dtype=torch.float32, device=targets_R.device)
+    entropy_R = torch.empty_like(log_probs_R) if with_entropy else None
+    for start in range(0, len(targets_R), chunk):
+        rows = slice(start, start + chunk)
+        log_probs_CxV = log_softmax(rows)
+        log_probs_R[rows] = log_probs_CxV.gather(1, targets_R[rows, None]).squeeze(1)
+        if entropy_R is not None:
+            entropy_R[rows] = _entropy(log_probs_CxV)
+    return log_probs_R, entropy_R
 
 
 def _logits_gradient(
@@ -110,18 +144,16 @@ class _FusedTokenStats(torch.autograd.Function):
         chunk: int,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        num_tokens = len(targets_R)
-        log_probs_R = hidden_RxH.new_empty(num_tokens, dtype=torch.float32)
-        entropy_R = torch.empty_like(log_probs_R) if with_entropy else None
         kept_RxV = None
-        for start in range(0, num_tokens, chunk):
-            rows = slice(start, start + chunk)
-            log_probs_CxV = _log_softmax(hidden_RxH[rows], weight_VxH, bias, temperature)
-            log_probs_R[rows] = log_probs_CxV.gather(1, targets_R[rows, None]).squeeze(1)
-            if entropy_R is not None:
-                entropy_R[rows] = _entropy(log_probs_CxV)
-            if num_tokens <= chunk:
-                kept_RxV = log_probs_CxV
+        if len(targets_R) <= chunk:
+            kept_RxV = _from_hidden(hidden_RxH, weight_VxH, bias, temperature)
+
+        def log_softmax(rows: slice) -> Tensor:
+            if kept_RxV is not None:
+                return kept_RxV
+            return _from_hidden(hidden_RxH[rows], weight_VxH, bias, temperature)
+
+        log_probs_R, entropy_R = _statistics(log_softmax, targets_R, chunk, with_entropy)
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.save_for_backward(hidden_RxH, weight_VxH, bias, targets_R, kept_RxV, entropy_R)
@@ -138,7 +170,7 @@ class _FusedTokenStats(torch.autograd.Function):
             rows = slice(start, start + ctx.chunk)
             log_probs_CxV = kept_RxV
             if log_probs_CxV is None:
-                log_probs_CxV = _log_softmax(hidden_RxH[rows], weight_VxH, bias, ctx.temperature)
+                log_probs_CxV = _from_hidden(hidden_RxH[rows], weight_VxH, bias, ctx.temperature)
             grad_CxV = _logits_gradient(
                 log_probs_CxV,
                 targets_R[rows],
@@ -158,6 +190,41 @@ class _FusedTokenStats(torch.autograd.Function):
             _as_gradient(grad_bias, bias) if wants_bias else None,
             *(None,) * 4,
         )
+
+
+class _TokenStatsFromLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_RxV: Tensor,
+        targets_R: Tensor,
+        temperature: float,
+        chunk: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        log_probs_R, entropy_R = _statistics(
+            lambda rows: _from_logits(logits_RxV[rows], temperature), targets_R, chunk, with_entropy
+        )
+        ctx.set_materialize_grads(False)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.save_for_backward(logits_RxV, targets_R, entropy_R)
+        return log_probs_R, entropy_R
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_log_probs_R, grad_entropy_R = grads
+        logits_RxV, targets_R, entropy_R = ctx.saved_tensors
+        grad_RxV = torch.empty_like(logits_RxV)
+        for start in range(0, len(targets_R), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            grad_RxV[rows] = _logits_gradient(
+                _from_logits(logits_RxV[rows], ctx.temperature),
+                targets_R[rows],
+                None if grad_log_probs_R is None else grad_log_probs_R[rows],
+                None if grad_entropy_R is None else (entropy_R[rows], grad_entropy_R[rows]),
+                ctx.temperature,
+            )
+        return grad_RxV, None, None, None, None
 
 
 def _as_gradient(total: Tensor | None, parameter: Tensor) -> Tensor:

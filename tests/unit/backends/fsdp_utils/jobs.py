@@ -10,6 +10,7 @@ import signal
 from collections.abc import Generator
 from concurrent.futures import wait
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from miles.backends.fsdp_utils.actor import FSDPTrainRayActor
 from miles.backends.fsdp_utils.model import HeadOptions
+from miles.backends.fsdp_utils.parallel import build_mesh
 from miles.backends.training_utils.checkpoints import read_tracker
 from miles.backends.training_utils.hf_export import export_hf
 from miles.backends.training_utils.offload_store import local_tensor
@@ -35,6 +37,7 @@ from miles.config.optimizer import OptimizerConfig
 from miles.config.precision import PrecisionConfig
 from miles.config.rollout import RolloutConfig
 from miles.config.root import MilesConfig
+from miles.contracts.trainer import WeightsTag
 from miles.contracts.types import (
     Group,
     LossOutput,
@@ -45,7 +48,7 @@ from miles.contracts.types import (
     TokenStats,
     TrainBatch,
 )
-from miles.core import device
+from miles.core import device, distributed
 from miles.rollout.batch import make_batches
 
 VOCABULARY = 64
@@ -155,9 +158,13 @@ def sizes_of_shards(config: MilesConfig) -> dict[str, int]:
     return {name: local_tensor(parameter).numel() for name, parameter in parameters.items()}
 
 
-def log_probs_of(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[str, Any]:
+def log_probs_of(
+    config: MilesConfig, rollouts: list[list[TrainBatch]], weights: WeightsTag = "actor"
+) -> dict[str, Any]:
     """Log-probs and entropies by sample index, and how the model was set up."""
-    actor, _ = start(config)
+    actor, _ = start(config, with_ref=weights == "ref")
+    model = actor.ops.model if weights == "actor" else actor.ops.ref
+    assert model is not None
     shard = rollouts[0][actor.parallel.rank]
     steps = build_micro_batches(
         shard, packed=config.data.use_dynamic_batch_size, device=device.current_device()
@@ -165,9 +172,9 @@ def log_probs_of(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[
     by_sample: dict[int, list[tuple[float, float]]] = {}
     for batch in (b for step in steps for b in step):
         options = HeadOptions(config.rollout.rollout_temperature, chunk_size=3)
-        stats = actor.ops.model.token_stats(batch, options, with_entropy=True)
+        stats = model.token_stats(batch, options, with_entropy=True)
         assert stats.entropy_R is not None
-        (again,) = actor.ops.log_probs([batch], weights="actor")
+        (again,) = actor.ops.log_probs([batch], weights=weights)
         # The pass without gradient takes other chunks of tokens.
         torch.testing.assert_close(again, stats.log_probs_R.detach(), atol=1e-5, rtol=0)
         for row, position in enumerate(batch.sample_positions):
@@ -179,7 +186,6 @@ def log_probs_of(config: MilesConfig, rollouts: list[list[TrainBatch]]) -> dict[
                     strict=True,
                 )
             )
-    model = actor.ops.model
     return {"stats": by_sample, "fused": model.fuse_head, "attention": model.attention}
 
 
@@ -334,6 +340,7 @@ def load_and_report(config: MilesConfig) -> dict[str, Any]:
         "weights": weights_of(actor),
         "moments": moments,
         "rate": optimizer.schedule.get_last_lr()[0],
+        "scale": (optimizer.scale.value, optimizer.scale.good_steps),
         "rng": as_bytes(torch.get_rng_state()),
         "ref": {name: as_bytes(full(tensor)) for name, tensor in ref.items()},
     }
@@ -431,6 +438,25 @@ def reference_over_rollouts(
     return seen
 
 
+def buffers_and_log_probs(
+    config: MilesConfig, rollouts: list[list[TrainBatch]]
+) -> dict[WeightsTag, dict[str, Any]]:
+    """Of policy and reference, before training."""
+    actor, _ = start(config, with_ref=True)
+    steps = build_micro_batches(
+        rollouts[0][actor.parallel.rank], packed=True, device=device.current_device()
+    )
+    batches = [batch for step in steps for batch in step]
+    models: dict[WeightsTag, Any] = {"actor": actor.ops.model, "ref": actor.ops.ref}
+    return {
+        tag: {
+            "buffers": {key: as_bytes(b) for key, b in model.module.named_buffers()},
+            "log_probs": [as_bytes(t) for t in actor.ops.log_probs(batches, weights=tag)],
+        }
+        for tag, model in models.items()
+    }
+
+
 def stored_dtypes(config: MilesConfig) -> set[str]:
     actor, _ = start(config)
     parameters = {str(p.dtype) for p in actor.ops.model.module.parameters()}
@@ -464,3 +490,33 @@ def gradients_between_micro_batches(
     shards = [local_tensor(parameter).numel() for parameter in optimizer.names.values()]
     actor.shutdown()
     return {"held": held, "shards": shards}
+
+
+def gradient_norms(
+    config: MilesConfig, rollouts: list[list[TrainBatch]]
+) -> list[tuple[float, float]]:
+    """Of each step: what it reports, and the norm of its gradients in fp64."""
+    actor, _ = start(config)
+    optimizer = actor.ops.optimizer
+    exact: list[float] = []
+
+    def record(*_: Any) -> None:
+        gradients = [p.grad for p in optimizer.names.values() if p.grad is not None]
+        squares = [full(gradient).double().square().sum() for gradient in gradients]
+        exact.append(torch.stack(squares).sum().sqrt().item())
+
+    optimizer.adam.register_step_pre_hook(record)
+    stats = actor.train(0, rollouts[0][actor.parallel.rank])
+    return list(zip([step.grad_norm for step in stats.steps], exact, strict=True))
+
+
+def time_outs_of_groups(dp_replicate_size: int, minutes: float) -> list[timedelta]:
+    """Of the mesh's axes in their order, each for tensors on the host and on the device."""
+    distributed.init_process_group(minutes)
+    mesh = build_mesh(dp_replicate_size, minutes)
+    backends: list[Any] = [
+        mesh.get_group(axis)._get_backend(where)
+        for axis in range(mesh.ndim)
+        for where in (torch.device("cpu"), device.current_device())
+    ]
+    return [backend.options._timeout for backend in backends]

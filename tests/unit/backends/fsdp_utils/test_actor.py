@@ -17,6 +17,7 @@ from tests.unit.backends.fsdp_utils.jobs import (
     sizes_of_shards,
     train_rollouts,
 )
+from tests.unit.backends.fsdp_utils.made_families import make_listed_experts
 
 SUPERVISED = {"loss_type": "sft_loss", "calculate_per_token_loss": True}
 OPTIMIZER = {
@@ -37,7 +38,9 @@ def plain_training(
 
     The rate warms up to 3e-3 in two steps, then falls linearly to 0 at step 8.
     """
-    model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=torch.float32, trust_remote_code=True
+    )
     adam = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), eps=adam_eps, weight_decay=0.1)
     rates = iter([0.0, 1.5e-3, 3e-3, 3e-3 * 5 / 6])
     steps: list[tuple[float, float, float]] = []
@@ -64,6 +67,11 @@ def negative_log_likelihood(logits: Tensor, sample: Sample) -> Tensor:
     tokens = torch.tensor(sample.tokens)
     log_probs = torch.log_softmax(logits[:-1], -1).gather(1, tokens[1:, None]).squeeze(1)
     return -(log_probs[-sample.response_length :] * torch.tensor(sample.loss_mask)).sum()
+
+
+@pytest.fixture(scope="module")
+def listed_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_listed_experts(tmp_path_factory.mktemp("models"), num_experts=24)
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +125,36 @@ def test_ranks_that_hold_nothing_of_a_parameter_train_like_one_plain_process(
     rollouts = make_rollouts(config, NUM_ROLLOUTS)
     for result in two_ranks.run_well(train_rollouts, config, rollouts):
         assert_like_plain(result, plain)
+
+
+@pytest.mark.parametrize(
+    "sharded", [False, True], ids=["reduced with the last micro-batch", "with each"]
+)
+def test_parameters_that_only_some_ranks_use_train_like_one_plain_process(
+    two_ranks: Ranks, listed_experts: Path, sharded: bool
+) -> None:
+    """Some of the experts are used by one rank alone in a step, some by none."""
+    config = make_config(
+        listed_experts,
+        algorithm=SUPERVISED,
+        optimizer=OPTIMIZER,
+        data={"max_tokens_per_gpu": 20},
+        fsdp={"accumulate_sharded_gradients": sharded},
+    )
+    plain = plain_training(listed_experts)
+    rollouts = make_rollouts(config, NUM_ROLLOUTS)
+    for result in two_ranks.run_well(train_rollouts, config, rollouts):
+        assert_like_plain(result, plain)
+
+
+def test_a_parameter_first_used_by_the_last_micro_batch_of_a_bf16_step_is_reduced_too(
+    two_ranks: Ranks, listed_experts: Path
+) -> None:
+    data = {"max_tokens_per_gpu": 20}
+    config = make_config(listed_experts, algorithm=SUPERVISED, data=data, precision={"fp32": False})
+    (norm, *_) = (norm for _, norm, _ in plain_training(listed_experts)[0])
+    for result in two_ranks.run_well(train_rollouts, config, make_rollouts(config, 1)):
+        assert result["steps"][0].grad_norm == pytest.approx(norm, rel=0.1)
 
 
 def test_one_rank_trains_like_one_plain_process(

@@ -121,6 +121,18 @@ def test_ranks_go_on_with_their_own_random_state(
     assert before[0] != before[1]
 
 
+@pytest.mark.parametrize(("fp16", "scale"), [(True, (2.0**16, 2)), (False, (2.0**16, 0))])
+def test_an_fp16_run_takes_the_loss_scale_of_a_checkpoint_that_has_one(
+    two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path, fp16: bool, scale: tuple[float, int]
+) -> None:
+    before = make_config(tiny_qwen3, precision={"fp32": False, "fp16": fp16})
+    rollouts = make_rollouts(before, 1)
+    two_ranks.run_well(train_rollouts, saving(before, tmp_path), rollouts, 0, (0,))
+    after = make_config(tiny_qwen3, precision={"fp32": False, "fp16": True})
+    for found in two_ranks.run_well(load_and_report, saving(after, tmp_path)):
+        assert found["scale"] == scale
+
+
 def test_another_number_of_ranks_continues_with_its_own_random_state(
     two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
 ) -> None:

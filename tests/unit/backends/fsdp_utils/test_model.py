@@ -13,16 +13,20 @@ from miles.core.hf import CheckpointDirError
 from tests.ranks import Ranks
 from tests.unit.backends.fsdp_utils.jobs import (
     LENGTHS,
+    as_bytes,
+    buffers_and_log_probs,
     log_probs_of,
     make_config,
     make_groups,
     make_rollouts,
+    reference_over_rollouts,
     start,
 )
 from tests.unit.backends.fsdp_utils.made_families import (
     CHANGES_LOGITS,
     FAMILIES,
     LEAKS,
+    ROUTER_BIAS,
     Family,
     make_family,
 )
@@ -94,6 +98,30 @@ def test_a_model_that_looks_across_documents_is_refused_when_packed(
     assert_close(answers, plain_stats(path))
 
 
+def test_a_reference_of_another_family_has_its_own_log_probs(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    policy, reference = make_family(tmp_path, FAMILIES[1]), make_family(tmp_path, CHANGES_LOGITS[0])
+    config = make_config(
+        policy,
+        algorithm={"ref_load": str(reference)},
+        rollout={"rollout_temperature": TEMPERATURE},
+    )
+    answers = two_ranks.run_well(log_probs_of, config, make_rollouts(config, 1), "ref")
+    assert_close(answers, plain_stats(reference))
+
+
+def test_a_reference_that_looks_across_documents_is_refused_when_packed(
+    two_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    reference = make_family(tmp_path, LEAKS[0])
+    config = make_config(tiny_qwen3, algorithm={"ref_load": str(reference)})
+    for answer in two_ranks.run(reference_over_rollouts, config, make_rollouts(config, 1)):
+        assert isinstance(answer, ConfigError)
+        assert answer.problems[0].flag == "--use-dynamic-batch-size"
+        assert "--ref-load" in str(answer)
+
+
 def test_a_missing_attention_package_is_refused_by_name(two_ranks: Ranks, tiny_qwen3: Path) -> None:
     config = make_config(tiny_qwen3, fsdp={"attn_implementation": "flash_attention_3"})
     for answer in two_ranks.run(start, config):
@@ -137,15 +165,38 @@ def test_a_config_that_describes_another_model_than_the_files_is_refused(
     assert says in str(second)
 
 
-def test_a_checkpoint_of_mixed_dtypes_needs_the_fp32_master(
-    two_ranks: Ranks, tiny_qwen3_untied: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("others", "norm", "says"),
+    [
+        (torch.bfloat16, torch.float32, "mixes torch.bfloat16, torch.float32"),
+        (torch.float16, torch.float16, "second moment underflows"),
+    ],
+)
+def test_a_checkpoint_of_mixed_dtypes_or_fp16_needs_the_fp32_master(
+    two_ranks: Ranks,
+    tiny_qwen3_untied: Path,
+    tmp_path: Path,
+    others: torch.dtype,
+    norm: torch.dtype,
+    says: str,
 ) -> None:
-    mixed = tmp_path / "mixed"
-    shutil.copytree(tiny_qwen3_untied, mixed)
-    tensors = load_file(mixed / "model.safetensors")
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
-    save_file(tensors, mixed / "model.safetensors", {"format": "pt"})
-    config = make_config(mixed, fsdp={"keep_fp32_master": False})
+    path = tmp_path / "model"
+    shutil.copytree(tiny_qwen3_untied, path)
+    tensors = {k: t.to(others) for k, t in load_file(path / "model.safetensors").items()}
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(norm)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = make_config(path, fsdp={"keep_fp32_master": False})
     for answer in two_ranks.run(start, config):
         assert isinstance(answer, ConfigError)
         assert answer.problems[0].flag == "--no-keep-fp32-master"
+        assert says in str(answer)
+
+
+def test_a_reference_routes_as_the_policy_does(two_ranks: Ranks, tmp_path: Path) -> None:
+    path = make_family(tmp_path, ROUTER_BIAS)
+    (bias,) = (t for k, t in load_file(path / "model.safetensors").items() if "e_score" in k)
+    assert not torch.equal(bias, bias.bfloat16().float())
+    config = make_config(path, precision={"fp32": False})
+    for found in two_ranks.run_well(buffers_and_log_probs, config, make_rollouts(config, 1)):
+        assert found["actor"] == found["ref"]
+        assert as_bytes(bias) in found["ref"]["buffers"].values()

@@ -9,6 +9,7 @@ from miles.backends.fsdp_utils.optimizer import LossScale
 from tests.ranks import Ranks
 from tests.unit.backends.fsdp_utils.jobs import (
     from_bytes,
+    gradient_norms,
     gradients_between_micro_batches,
     make_config,
     make_rollouts,
@@ -184,3 +185,12 @@ def test_between_micro_batches_a_rank_may_hold_its_shard_of_the_gradients_and_no
         for step, expected in zip(one["steps"], other["steps"], strict=True):
             assert step.loss == pytest.approx(expected.loss, abs=1e-6)
             assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+
+
+def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16(
+    two_ranks: Ranks, tiny_qwen3_untied: Path
+) -> None:
+    config = make_config(tiny_qwen3_untied, **NO_MASTER, optimizer={"clip_grad": 0.0})
+    for norms in two_ranks.run_well(gradient_norms, config, make_rollouts(config, 1)):
+        for reported, exact in norms:
+            assert reported == pytest.approx(exact, rel=1e-5)

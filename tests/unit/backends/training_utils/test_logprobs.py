@@ -62,10 +62,13 @@ def test_fused_values_and_gradients_equal_plain_float64(chunk_size: int) -> None
         torch.testing.assert_close(tensor.grad.double(), expected, rtol=1e-4, atol=2e-5)
 
 
-def test_values_and_gradients_from_logits_equal_plain_float64() -> None:
+@pytest.mark.parametrize("chunk_size", [-1, 4])
+def test_values_and_gradients_from_logits_equal_plain_float64(chunk_size: int) -> None:
     hidden, weight, bias, targets = inputs()
     logits = hidden @ weight.T + bias
-    stats = from_logits(logits, targets, temperature=TEMPERATURE, with_entropy=True)
+    stats = from_logits(
+        logits, targets, temperature=TEMPERATURE, chunk_size=chunk_size, with_entropy=True
+    )
     values, gradients = reference()
     grad_log_probs, grad_entropy = upstream()
     assert stats.entropy_R is not None
@@ -141,19 +144,21 @@ def test_bf16_inputs_give_float32_statistics_and_bf16_gradients(chunk_size: int)
 
 def test_an_impossible_token_adds_nothing_to_the_entropy() -> None:
     logits = torch.tensor([[0.0, 0.0, -torch.inf]], requires_grad=True)
-    stats = from_logits(logits, torch.tensor([0]), temperature=1.0, with_entropy=True)
+    stats = from_logits(
+        logits, torch.tensor([0]), temperature=1.0, chunk_size=-1, with_entropy=True
+    )
     assert stats.entropy_R is not None
     assert stats.entropy_R.item() == pytest.approx(torch.tensor(2.0).log().item())
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records the most elements that any operation returned."""
+    """Records the most elements that any operation returned in float32."""
 
     elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
+        if isinstance(result, Tensor) and result.dtype == torch.float32:
             self.elements = max(self.elements, result.numel())
         return result
 
@@ -174,6 +179,23 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary() -> None:
         assert stats.entropy_R is not None
         (stats.log_probs_R.sum() + stats.entropy_R.sum()).backward()
     assert hidden.grad is not None
+    assert largest.elements == chunk * vocabulary
+
+
+def test_logits_that_exist_already_are_widened_a_chunk_at_a_time() -> None:
+    tokens, vocabulary, chunk = 64, 128, 8
+    logits = torch.randn(tokens, vocabulary, dtype=torch.bfloat16, requires_grad=True)
+    with LargestTensor() as largest:
+        stats = from_logits(
+            logits,
+            torch.zeros(tokens, dtype=torch.int64),
+            temperature=0.6,
+            chunk_size=chunk,
+            with_entropy=True,
+        )
+        assert stats.entropy_R is not None
+        (stats.log_probs_R.sum() + stats.entropy_R.sum()).backward()
+    assert logits.grad is not None
     assert largest.elements == chunk * vocabulary
 
 
