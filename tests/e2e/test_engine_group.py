@@ -145,6 +145,7 @@ def test_a_new_engine_holds_no_more_memory_than_the_one_it_replaces(
     async def run() -> tuple[list[bool], int]:
         async with started(config, tmp_path) as engines:
             await engines.release_memory(["kv_cache"])
+            engines.weights_given()
             await kill_first(engines)
             # One that has ended holds nothing: that it cannot be asked is no failure.
             await engines.release_memory(tags)
@@ -152,6 +153,7 @@ def test_a_new_engine_holds_no_more_memory_than_the_one_it_replaces(
             answers = [await is_released(engines)]
             await engines.resume_memory(tags)
             answers.append(await is_released(engines))
+            assert engines.newcomers.newcomers == (0,), "it has the checkpoint's weights"
             return answers, engines.addresses.generation
 
     answers, generation = asyncio.run(asyncio.wait_for(run(), 120))

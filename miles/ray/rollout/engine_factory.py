@@ -15,7 +15,7 @@ from miles.core import logging
 from miles.ray.errors import JobError, gather
 from miles.ray.placement import Layout, Placement
 from miles.ray.rollout.engine_launch import choose_launcher, serves_on_loopback
-from miles.ray.rollout.engines import find_dead_soon, find_silent
+from miles.ray.rollout.engines import find_dead_soon, find_silent, only
 from miles.ray.rollout.launched_engine import LaunchedEngine
 from miles.rollout.engine_client import EngineClient
 from miles.rollout.engine_set import EngineAddresses
@@ -45,6 +45,7 @@ class EngineGroup:
         self._restarts = 0
         self._released: list[set[MemoryTag]] = [set() for _ in self._engines]
         """The memory that each engine has given up."""
+        self._newcomers = set(self._positions())
 
     @property
     def addresses(self) -> EngineAddresses:
@@ -53,6 +54,13 @@ class EngineGroup:
             gpus_per_engine=self._config.cluster.rollout_num_gpus_per_engine,
             generation=self._generation,
         )
+
+    @property
+    def newcomers(self) -> EngineAddresses:
+        return only(self.addresses, self._positions(), self._newcomers)
+
+    def weights_given(self) -> None:
+        self._newcomers.clear()
 
     def url(self, index: int) -> str:
         return self._engines[index].url
@@ -96,6 +104,7 @@ class EngineGroup:
         released = self._released[index]
         self._released[index] = set()
         await self._engines[index].restart()
+        self._newcomers.add(index)
         self._generation += 1
         await self._release(index, released)
 
