@@ -130,10 +130,9 @@ class Scheduler:
         self.waiting.push_front(running)
 
     def drop_cache(self) -> None:
-        """Free the slots. Raises ``Refused`` while sequences run and the engine is not paused."""
-        if len(self.rows) and not self.paused:
-            raise Refused(f"{len(self.rows)} sequences are running; pause first")
-        self.retract()
+        """Free the slots. Raises ``Refused`` while sequences run, or are paused in place."""
+        if len(self.rows):
+            raise Refused(f"{len(self.rows)} sequences are in flight; pause by retract or abort")
         self.runner.kv.drop()
 
     # The loop
