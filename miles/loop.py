@@ -18,6 +18,7 @@ from miles.ray import cluster
 from miles.ray.errors import JobError, gather
 from miles.ray.memory import Memory, Phase, Resident, TakeTurns
 from miles.ray.placement import Layout, Placement, plan_layout, require_whole_machines, reserve
+from miles.ray.rollout.capacity import require_capacity
 from miles.ray.rollout.engine_factory import EngineGroup
 from miles.ray.rollout.engines import Engines
 from miles.ray.rollout.external_engines import ExternalEngines
@@ -242,6 +243,7 @@ class Job:
             await self._engines.start()
         else:
             await gather(self._engines.start(), self._router.start())
+        await require_capacity(self.config, self._engines.addresses.urls)
         await self._connect()
 
     async def _connect(self) -> None:
