@@ -10,6 +10,7 @@ from miles.backends.sglang_utils.arguments import (
     router_arguments,
     server_arguments,
 )
+from miles.backends.sglang_utils.nccl import nccl_environment
 from miles.backends.sglang_utils.package import choose_engine
 from miles.config.root import MilesConfig
 from miles.core import device, logging
@@ -180,6 +181,7 @@ def _launch(
         arguments=("-m", module, *arguments),
         environment={
             "TOKENIZERS_PARALLELISM": "false",
+            **nccl_environment(config.sglang_argv),
             **device.thread_environment(num_engines(config)),
         },
         log_file=str(log_file),
