@@ -1,5 +1,6 @@
 """What every engine server answers, whichever it is: SGLang's protocol as Miles uses it."""
 
+import asyncio
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from miles.contracts.engine import PauseMode
 from miles.contracts.types import NamedTensor
+from miles.rollout.engine_client import EngineClient
 from miles.rollout.engine_set import HttpEngineSet
 from miles.weight_sync.colocated import ColocatedTransport
 from miles.weight_sync.session import WeightSync
@@ -325,6 +327,24 @@ def test_requests_paused_in_place_keep_their_keys_and_values(
     assert post(url, "/flush_cache").status == 400
     post(url, "/continue_generation")
     assert len(future.result()["output_ids"]) == LONG
+
+
+def test_what_still_runs_when_memory_is_to_be_given_up_is_ended_first(
+    url: str, threads: ThreadPoolExecutor
+) -> None:
+    """At a release that meets a request SGLang ends."""
+
+    async def drain() -> None:
+        client = EngineClient(url, timeout_s=60)
+        await client.drain(0.1)
+        await client.release_memory(["kv_cache"])
+        await client.resume_memory(["kv_cache"])
+        await client.close()
+
+    future = start_long(url, threads)
+    asyncio.run(drain())
+    assert finish(future.result()) == "abort"
+    assert len(greedy(url, 3)) == 3
 
 
 # Information and refusals

@@ -29,6 +29,8 @@ class EngineLaunch:
     ``--parent-pid``, which the holder adds and every server of ours takes."""
     environment: Mapping[str, str]
     log_file: str
+    start_timeout_s: float
+    """From the start of its process until it serves."""
     device_ids: tuple[int, ...] = ()
     """Physical ids of the devices that it sees; empty: those that its holder sees."""
 
@@ -185,5 +187,6 @@ def _launch(
             **device.thread_environment(num_engines(config)),
         },
         log_file=str(log_file),
+        start_timeout_s=config.rollout.rollout_engine_start_timeout_s,
         device_ids=device_ids,
     )

@@ -30,6 +30,9 @@ class Engines(Protocol):
         ...
 
     def url(self, index: int) -> str: ...
+    def name(self, index: int) -> str:
+        """For messages: which one, and where to read of it."""
+        ...
 
     async def start(self) -> None:
         """Returns when all of them serve."""

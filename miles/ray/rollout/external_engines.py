@@ -60,6 +60,9 @@ class ExternalEngines:
     def url(self, index: int) -> str:
         return self._urls[index]
 
+    def name(self, index: int) -> str:
+        return f"engine {self._urls[index]} of {FLAG}"
+
     async def start(self) -> None:
         """Wait until all of them answer, and hold them against the job's flags.
 

@@ -58,6 +58,9 @@ class RolloutManager:
             (),
             concurrency=config.rollout.sglang_server_concurrency,
             timeout_s=config.rollout.rollout_request_timeout_s,
+            # While the last engine is replaced: started, and given weights.
+            patience_s=config.rollout.rollout_engine_start_timeout_s
+            + config.weight_sync.update_weight_timeout_s,
             vocabulary_size=hf.vocabulary_size(hf.load_config(str(config.rollout.hf_checkpoint))),
         )
 
