@@ -123,7 +123,8 @@ async def _converse(talk: _Conversation, context: GenerateContext) -> None:
     sample = talk.sample
     while talk.sampled or is_open(sample):
         if not talk.sampled:
-            await extend_samples([sample], context, turn=talk.state["turn"])
+            turn, start = talk.state["turn"], talk.state["turn_start"]
+            await extend_samples([sample], context, turn=turn, turn_start=start)
         talk.sampled = False
         if sample.status is not Status.COMPLETED:
             return

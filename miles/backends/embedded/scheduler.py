@@ -20,10 +20,11 @@ from miles.backends.embedded.requests import Request, Sequence
 from miles.backends.embedded.rows import Rows
 from miles.backends.embedded.runner import PromptInput, Runner
 from miles.backends.embedded.sampling import sample
-from miles.backends.embedded.text import find_stop_strings, tail_length
+from miles.backends.embedded.text import find_stop_strings
 from miles.backends.embedded.waiting import Limits, Waiting, plan_slots
 from miles.contracts.engine import PauseMode
 from miles.core import logging
+from miles.core.stop_strings import tail_length
 
 log = logging.get(__name__)
 
