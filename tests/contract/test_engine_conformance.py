@@ -296,7 +296,7 @@ def test_after_an_update_a_known_prompt_is_read_by_the_new_weights(
     """Its keys and values of before are those of the old ones."""
     other = write_sharp_model(tmp_path / "other", seed=7)
     prompt = [5 + i % 40 for i in range(64)]
-    how = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+    how: dict[str, Any] = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
     generate(url, prompt, **how)
     try:
         push_weights(url, other, mode)
