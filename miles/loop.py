@@ -18,6 +18,7 @@ from miles.ray import cluster
 from miles.ray.errors import JobError, gather
 from miles.ray.memory import Memory, Phase, Resident, TakeTurns
 from miles.ray.placement import Layout, Placement, plan_layout, require_whole_machines, reserve
+from miles.ray.rollout.capacity import require_capacity
 from miles.ray.rollout.engine_factory import EngineGroup
 from miles.ray.rollout.engines import Engines
 from miles.ray.rollout.external_engines import ExternalEngines
@@ -27,6 +28,7 @@ from miles.ray.rollout.service import RolloutService
 from miles.ray.rollout.supervision import EngineSupervisor
 from miles.ray.train.group import TrainGroup
 from miles.report import draw_reward, summarize
+from miles.rollout.engine_set import EngineAddresses
 from miles.rundir import (
     LOGS_FOLDER,
     hold_directories,
@@ -143,7 +145,8 @@ class Job:
 
         async def sync() -> None:
             async with self._phase("sync", "update_weights_time", "syncing weights"):
-                await self._push_weights(self._moment("weight sync"))
+                assert self._engines is not None
+                await self._push_weights(self._engines.addresses, self._moment("weight sync"))
 
         if await self._supervisor.with_all_engines(sync):
             await self._connect()
@@ -240,6 +243,7 @@ class Job:
             await self._engines.start()
         else:
             await gather(self._engines.start(), self._router.start())
+        await require_capacity(self.config, self._engines.addresses.urls)
         await self._connect()
 
     async def _connect(self) -> None:
@@ -322,11 +326,13 @@ class Job:
         await self._memory.make_room_for_engines()
 
     async def _heal(self) -> None:
-        """After an engine was replaced: everybody gets the trainer's weights, then serves."""
+        """After an engine was replaced: it gets the trainer's weights, then serves. The others have
+        them, and generate meanwhile."""
         assert self._engines is not None
-        if self._trainer is not None:
+        newcomers = self._engines.newcomers
+        if self._trainer is not None and newcomers.urls:
             async with self._memory.weights_at_hand():
-                await self._push_weights(self._moment("engine restart"))
+                await self._push_weights(newcomers, self._moment("engine restart"))
         await self._connect()
 
     def _moment(self, what: str) -> str:
@@ -334,11 +340,11 @@ class Job:
         when = "start" if self._rollout_id is None else f"rollout {self._rollout_id}"
         return f"{what} ({when})"
 
-    async def _push_weights(self, during: str) -> None:
+    async def _push_weights(self, addresses: EngineAddresses, during: str) -> None:
         assert self._trainer is not None
         assert self._engines is not None
-        addresses = self._engines.addresses
         version, seconds = await self._trainer.update_weights(addresses, during=during)
+        self._engines.weights_given()
         self._metrics["rollout/weight_version"] = float(version)
         self._metrics.update({f"perf/update_weights/{k}": v for k, v in seconds.items()})
 

@@ -98,6 +98,16 @@ class RolloutConfig:
         Literal["abort", "retract", "in_place"],
         Doc("What requests in flight do during a weight update."),
     ] = "retract"
+    rollout_engine_start_timeout_s: Annotated[
+        float, Doc("How long an engine may take from its start until it serves, s.")
+    ] = 600.0
+    use_fault_tolerance: Annotated[
+        bool,
+        Doc(
+            "Replace engines that end or hang, and go on; off: the run ends with the first that "
+            "ends. On by default: a long run should outlive an engine."
+        ),
+    ] = True
     rollout_health_check_interval: Annotated[
         float, Doc("Seconds between health probes of the engines; 0 is off.")
     ] = 30.0

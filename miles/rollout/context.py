@@ -55,15 +55,20 @@ def _lengths(config: MilesConfig) -> list[Problem]:
     ]
 
 
-def with_context_length(config: MilesConfig) -> MilesConfig:
-    """Bound prompt and response by what the engines serve, where no flag does."""
+def with_context_length(config: MilesConfig, unserved: int = 0) -> MilesConfig:
+    """Bound prompt and response by what the engines serve, where no flag asks for less:
+    ``unserved`` positions of their context are of no use."""
     rollout = config.rollout
-    if rollout.rollout_max_context_len is not None:
+    asked = rollout.rollout_max_context_len
+    if asked is not None and not unserved:
         return config
     length = rollout.sglang_context_length
     if length is None:
         length = hf.context_length(hf.load_config(str(rollout.hf_checkpoint)))
-    return replace(config, rollout=replace(rollout, rollout_max_context_len=length))
+    if length is None:
+        return config
+    served = length - unserved if asked is None else min(asked, length - unserved)
+    return replace(config, rollout=replace(rollout, rollout_max_context_len=served))
 
 
 def _stated(config: MilesConfig, ask: Callable[[str], int | None]) -> int | None:

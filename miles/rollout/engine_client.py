@@ -209,8 +209,24 @@ class EngineClient:
     async def resume(self) -> None:
         await self._command("continue_generation", {})
 
-    async def flush_cache(self) -> None:
-        await self._call("flush_cache", {})
+    async def flush_cache(self, *, unless_busy: bool = False) -> None:
+        """Forget the keys and values of all prompts. With requests in flight an engine refuses,
+        which is no failure with ``unless_busy``."""
+        status, answer = await self._request("flush_cache", {}, None)
+        if status != 200 and not (unless_busy and status == 400):
+            raise EngineError(f"{self.url}/flush_cache: status {status}: {_excerpt(answer)}")
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait until nothing is in flight and forget all keys and values. What still runs after
+        ``timeout_s`` is aborted; raises when that does not end it within as long again."""
+        call = f"flush_cache?timeout={timeout_s:g}"
+        limit_s = timeout_s + self._control_timeout_s
+        status, answer = await self._request(call, {}, limit_s)
+        if status == 400:
+            await self.abort()
+            status, answer = await self._request(call, {}, limit_s)
+        if status != 200:
+            raise EngineError(f"{self.url}/{call}: status {status}: {_excerpt(answer)}")
 
     async def abort(self, rid: str | None = None) -> None:
         """Abort one request, or all of them."""

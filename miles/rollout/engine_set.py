@@ -28,6 +28,9 @@ class EngineAddresses:
     urls: tuple[str, ...]
     gpus_per_engine: int = 1
     generation: int = 0
+    newcomers: tuple[int, ...] | None = None
+    """Where these are not all engines of the job but those that have not its weights yet: their
+    positions among all."""
     router: str | None = None
     """Where requests go, if not to the engines themselves."""
 
@@ -73,10 +76,14 @@ class HttpEngineSet:
         *,
         gpus_per_engine: int = 1,
         generation: int = 0,
+        newcomers: tuple[int, ...] | None = None,
         timeout_s: float,
     ) -> None:
         self._addresses = EngineAddresses(
-            urls=tuple(urls), gpus_per_engine=gpus_per_engine, generation=generation
+            urls=tuple(urls),
+            gpus_per_engine=gpus_per_engine,
+            generation=generation,
+            newcomers=newcomers,
         )
         self._timeout_s = timeout_s
         self._thread: _LoopThread | None = None
@@ -88,6 +95,7 @@ class HttpEngineSet:
             addresses.urls,
             gpus_per_engine=addresses.gpus_per_engine,
             generation=addresses.generation,
+            newcomers=addresses.newcomers,
             timeout_s=timeout_s,
         )
 
@@ -103,6 +111,10 @@ class HttpEngineSet:
         return self._addresses.generation
 
     @property
+    def newcomers(self) -> tuple[int, ...] | None:
+        return self._addresses.newcomers
+
+    @property
     def gpus_per_engine(self) -> int:
         return self._addresses.gpus_per_engine
 
@@ -115,8 +127,8 @@ class HttpEngineSet:
     def pause(self, mode: PauseMode) -> None:
         self._call(lambda client: client.pause(mode))
 
-    def flush_cache(self) -> None:
-        self._call(EngineClient.flush_cache)
+    def flush_cache(self, *, unless_busy: bool = False) -> None:
+        self._call(lambda client: client.flush_cache(unless_busy=unless_busy))
 
     def begin_weight_update(self) -> None:
         self._call(EngineClient.begin_weight_update)

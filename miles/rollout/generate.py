@@ -9,6 +9,7 @@ from typing import Any
 from miles.contracts.engine import Completion, FinishReason, GenerateRequest
 from miles.contracts.hooks import GenerateContext
 from miles.contracts.types import Prompt, Sample, Status
+from miles.core.stop_strings import tokens_to_stop
 
 STATUS_OF: dict[FinishReason, Status] = {
     "stop": Status.COMPLETED,
@@ -104,12 +105,14 @@ async def extend_samples(
     context: GenerateContext,
     *,
     turn: int = 0,
+    turn_start: int = 0,
     admission: tuple[str, int, int] | None = None,
 ) -> None:
     """Let the policy go on with samples that have equal tokens, in one request.
 
-    A later ``turn`` of the same sample draws other noise. Raises ``ValueError`` when a prompt
-    leaves no room for a response.
+    A later ``turn`` of the same sample draws other noise; what its response has behind
+    ``turn_start`` is of this turn already. Raises ``ValueError`` when a prompt leaves no room for a
+    response.
     """
     first = samples[0]
     left = tokens_left(first, context)
@@ -132,7 +135,7 @@ async def extend_samples(
     )
     completions = await context.engines.generate(request)
     for sample, completion in zip(samples, completions, strict=True):
-        _append(sample, completion, context)
+        _append(sample, _up_to_a_stop(sample, turn_start, completion, context), context)
 
 
 def _seeds(
@@ -143,6 +146,24 @@ def _seeds(
         return None
     own = [seeds[s.index - context.first_index] for s in samples]
     return tuple(seed if turn == 0 else sampling_seed(seed, turn, 0) for seed in own)
+
+
+def _up_to_a_stop(
+    sample: Sample, turn_start: int, completion: Completion, context: GenerateContext
+) -> Completion:
+    """The completion up to where it ends a stop string that the aborted request before it had
+    begun: the engine has seen its end alone."""
+    begun = sample.tokens[len(sample.tokens) - sample.response_length + turn_start :]
+    stops = context.params.stop
+    count = tokens_to_stop(context.tokenizer, begun, completion.output_ids, stops)
+    if count is None:
+        return completion
+    return replace(
+        completion,
+        output_ids=completion.output_ids[:count],
+        log_probs=completion.log_probs[:count],
+        finish_reason="stop",
+    )
 
 
 def _append(sample: Sample, completion: Completion, context: GenerateContext) -> None:

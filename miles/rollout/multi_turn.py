@@ -14,6 +14,7 @@ from typing import Any
 
 from miles.config.errors import Problem
 from miles.config.root import MilesConfig
+from miles.config.rules.problems import problem
 from miles.contracts.hooks import GenerateContext, load_hook
 from miles.contracts.types import Message, Prompt, Sample, Status
 from miles.rollout.chat_template import ChatTemplate, ChatTemplateError, assistant_marker
@@ -47,6 +48,13 @@ def check(config: MilesConfig) -> list[Problem]:
     if not config.data.apply_chat_template:
         remedy = "multi-turn generation needs it: tool messages are rendered by the template"
         problems.append(Problem("--apply-chat-template", False, remedy))
+    if config.rollout.deterministic_rollout:
+        remedy = (
+            "how long tools take decides which later turns an engine has in one batch, and so the "
+            "last bits of their log-probs; leave one out"
+        )
+        dests = ("deterministic_rollout", "custom_generate_function_path")
+        problems.append(problem(config, *dests, remedy=remedy))
     return problems
 
 
@@ -115,7 +123,8 @@ async def _converse(talk: _Conversation, context: GenerateContext) -> None:
     sample = talk.sample
     while talk.sampled or is_open(sample):
         if not talk.sampled:
-            await extend_samples([sample], context, turn=talk.state["turn"])
+            turn, start = talk.state["turn"], talk.state["turn_start"]
+            await extend_samples([sample], context, turn=turn, turn_start=start)
         talk.sampled = False
         if sample.status is not Status.COMPLETED:
             return

@@ -2,7 +2,7 @@
 its device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from miles.contracts.engine import EngineSet, FlattenedRef
 from miles.contracts.types import WeightBucket
@@ -29,8 +29,10 @@ class DeviceIpcTransport:
 
     def connect(self, engines: EngineSet) -> None:
         """Raises ``ValueError`` when ranks and engine processes do not share devices in pairs."""
-        ranks, processes = distributed.world_size(), len(engines.urls) * engines.gpus_per_engine
-        if ranks != processes:
+        ranks, size = distributed.world_size(), engines.gpus_per_engine
+        processes = size * (1 + max(_positions(engines)))
+        # Newcomers alone do not tell how many engines there are.
+        if processes > ranks or (engines.newcomers is None and processes < ranks):
             raise ValueError(
                 f"{ranks} trainer ranks and engines on {processes} devices: with --colocate each "
                 "rank shares its device with one process of an engine"
@@ -46,8 +48,8 @@ class DeviceIpcTransport:
             return
         size = engines.gpus_per_engine
         refs = [
-            FlattenedRef(serialized=tuple(handles[i * size : (i + 1) * size]))
-            for i in range(len(engines.urls))
+            FlattenedRef(serialized=tuple(handles[position * size : (position + 1) * size]))
+            for position in _positions(engines)
         ]
         slot.submitted([engines.submit_load(ref, version, engine=i) for i, ref in enumerate(refs)])
 
@@ -62,6 +64,11 @@ class DeviceIpcTransport:
 
     def _wait(self, slot: Slot[DeviceSegment]) -> None:
         _on_every_rank(lambda: slot.wait(self._timeout_s), "waiting for the engines")
+
+
+def _positions(engines: EngineSet) -> Sequence[int]:
+    """Among all engines of the job, by which they share devices with ranks."""
+    return range(len(engines.urls)) if engines.newcomers is None else engines.newcomers
 
 
 def _on_every_rank[T](work: Callable[[], T], what: str) -> list[T]:

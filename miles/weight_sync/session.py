@@ -77,12 +77,13 @@ class WeightSync:
         end check resume``. ``digest`` and ``check`` are what ``check`` costs."""
 
     def push(self, engines: EngineSet, weights: Iterable[NamedTensor]) -> int:
-        """Load ``weights`` into all engines and return their new version.
+        """Load ``weights`` into the engines and return the version that they have then: the next
+        one, or that of the last update where these are ``newcomers``.
 
         Collective: ``weights`` yields the same names on every rank, and gathers as it is read. An
         error on any rank (``EngineError`` for an engine's) is raised on all of them.
         """
-        version = self.version + 1
+        version = self.version + (engines.newcomers is None)
         self._digests, self._digest_error = None, None
         try:
             self._together("pause", lambda: self._open(engines), on=self._is_main)
@@ -120,9 +121,9 @@ class WeightSync:
 
     def _open(self, engines: EngineSet) -> None:
         engines.pause(self._pause_mode)
-        if self._pause_mode != "in_place":
-            # Requests paused in place keep their key/value cache: that is what the mode means.
-            engines.flush_cache()
+        # Requests paused in place keep their keys and values: that is what the mode means. Without
+        # any, those of finished ones go in this mode too: prompts to come would start from them.
+        engines.flush_cache(unless_busy=self._pause_mode == "in_place")
         engines.begin_weight_update()
 
     def _connect(self, engines: EngineSet) -> None:

@@ -179,17 +179,6 @@ def test_memory_is_not_released_under_running_requests(
     assert post(url, "/flush_cache").status == 400
 
 
-def test_flushing_while_paused_in_place_prefills_anew(
-    url: str, threads: ThreadPoolExecutor
-) -> None:
-    future = start_long(url, threads)
-    post(url, "/pause_generation", {"mode": "in_place"})
-    assert post(url, "/flush_cache").status == 200
-    assert running_requests(url) == 0
-    post(url, "/continue_generation")
-    assert future.result()["output_ids"][:20] == greedy(url, 20)
-
-
 # Requests
 
 

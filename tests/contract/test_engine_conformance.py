@@ -1,5 +1,6 @@
 """What every engine server answers, whichever it is: SGLang's protocol as Miles uses it."""
 
+import asyncio
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,8 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from miles.contracts.engine import PauseMode
+from miles.contracts.types import NamedTensor
+from miles.rollout.engine_client import EngineClient
+from miles.rollout.engine_set import HttpEngineSet
+from miles.weight_sync.colocated import ColocatedTransport
+from miles.weight_sync.session import WeightSync
 from tests.contract.conftest import write_sharp_model
 from tests.engine_process import Answer, get, post, running_requests, wait_for
 
@@ -279,6 +287,64 @@ def test_weights_from_disk_change_what_is_generated(
     best = reference_log_probs(theirs, PROMPT + outputs[0], 1.0).argmax(-1).tolist()
     assert outputs[0] == best[len(PROMPT) - 1 : -1]
     assert outputs[0] != outputs[1]
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_after_an_update_a_known_prompt_is_read_by_the_new_weights(
+    url: str, engine_model: Path, tmp_path: Path, mode: PauseMode
+) -> None:
+    """Its keys and values of before are those of the old ones."""
+    other = write_sharp_model(tmp_path / "other", seed=7)
+    prompt = [5 + i % 40 for i in range(64)]
+    how: dict[str, Any] = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+    generate(url, prompt, **how)
+    try:
+        push_weights(url, other, mode)
+        sample = generate(url, prompt, **how)
+    finally:
+        push_weights(url, engine_model, mode)
+    ids, theirs = sample["output_ids"], AutoModelForCausalLM.from_pretrained(other)
+    expected = reference_log_probs(theirs, prompt + ids, 1.0)[len(prompt) - 1 : -1]
+    expected = expected.gather(1, torch.tensor(ids)[:, None])[:, 0]
+    found = torch.tensor([entry[0] for entry in sample["meta_info"]["output_token_logprobs"]])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def push_weights(url: str, model: Path, mode: PauseMode) -> None:
+    engines = HttpEngineSet((url,), timeout_s=60)
+    transport = ColocatedTransport(timeout_s=60)
+    sync = WeightSync(lambda _: transport, max_bytes=2**20, pause_mode=mode)
+    weights = load_file(model / "model.safetensors").items()
+    sync.push(engines, [NamedTensor(name=name, tensor=tensor) for name, tensor in weights])
+    engines.close()
+
+
+def test_requests_paused_in_place_keep_their_keys_and_values(
+    url: str, threads: ThreadPoolExecutor
+) -> None:
+    future = start_long(url, threads)
+    post(url, "/pause_generation", {"mode": "in_place"})
+    assert post(url, "/flush_cache").status == 400
+    post(url, "/continue_generation")
+    assert len(future.result()["output_ids"]) == LONG
+
+
+def test_what_still_runs_when_memory_is_to_be_given_up_is_ended_first(
+    url: str, threads: ThreadPoolExecutor
+) -> None:
+    """At a release that meets a request SGLang ends."""
+
+    async def drain() -> None:
+        client = EngineClient(url, timeout_s=60)
+        await client.drain(0.1)
+        await client.release_memory(["kv_cache"])
+        await client.resume_memory(["kv_cache"])
+        await client.close()
+
+    future = start_long(url, threads)
+    asyncio.run(drain())
+    assert finish(future.result()) == "abort"
+    assert len(greedy(url, 3)) == 3
 
 
 # Information and refusals

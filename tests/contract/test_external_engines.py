@@ -83,6 +83,9 @@ def test_one_that_ends_is_left_out_until_it_answers_again(
     async def lose_the_second() -> None:
         await engines.start()
         assert engines.addresses.urls == tuple(urls)
+        assert engines.newcomers.newcomers == (0, 1)
+        engines.weights_given()
+        assert engines.newcomers.urls == ()
         assert await engines.find_dead() == []
         assert await engines.find_unhealthy(30) == []
         mortals[1].process.kill()
@@ -100,6 +103,7 @@ def test_one_that_ends_is_left_out_until_it_answers_again(
         assert await engines.readmit()
         assert engines.addresses.urls == tuple(urls)
         assert engines.addresses.generation == 2
+        assert (engines.newcomers.urls, engines.newcomers.newcomers) == ((urls[1],), (1,))
         assert not await engines.readmit()
 
     asyncio.run(lose_the_second())

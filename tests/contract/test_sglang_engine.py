@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from miles.backends.sglang_utils.package import UNSERVED_TOKENS
 from miles.core import hf
 from miles.rollout.engine_set import HttpEngineSet
 from miles.weight_sync.fused import FusedDigests, fuse_table
@@ -29,7 +30,7 @@ from tests.contract.test_weight_sync import (
     reported_version,
 )
 from tests.contract.trainer_ranks import TrainerRanks, new_weights
-from tests.engine_process import EngineProcess, ending, launch_sglang, post, wait_for
+from tests.engine_process import EngineProcess, ending, get, launch_sglang, post, wait_for
 from tests.unit.backends.fsdp_utils.made_families import FAMILIES, make_family
 
 __all__ = ["ranks"]
@@ -140,6 +141,17 @@ def test_a_part_with_a_row_too_many_which_sglang_cuts_off_is_noticed(
     with pytest.raises(WeightMismatchError, match="qkv_proj"):
         raise failures[0]
     assert push(ranks, transport, one, engine_model, seed=3)[0] == 14
+
+
+def test_the_longest_input_is_as_much_shorter_than_the_context_as_is_known(
+    engine: EngineProcess, engine_model: Path
+) -> None:
+    context = hf.context_length(hf.load_config(str(engine_model)))
+    assert context is not None
+    assert get(engine.url, "/server_info").json["max_req_input_len"] == context - UNSERVED_TOKENS
+    for length, status in ((context - UNSERVED_TOKENS, 400), (context - UNSERVED_TOKENS - 1, 200)):
+        body = {"input_ids": [5] * length, "sampling_params": {"max_new_tokens": 1}}
+        assert post(engine.url, "/generate", body).status == status
 
 
 @pytest.mark.full

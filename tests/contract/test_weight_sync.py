@@ -7,6 +7,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from miles.rollout.engine_set import HttpEngineSet
 from miles.weight_sync.checksums import checksum
 from miles.weight_sync.session import WeightMismatchError
 from tests.contract.trainer_ranks import TrainerRanks, new_weights
-from tests.engine_process import EngineProcess, launch
+from tests.engine_process import EngineProcess, launch, running_requests, wait_for
 
 TRANSPORTS = ["colocated", "broadcast"]
 PROMPT = [5, 17, 30, 9]
@@ -62,12 +63,12 @@ def engine_set(engines: list[EngineProcess], **how: Any) -> HttpEngineSet:
     return HttpEngineSet(tuple(e.url for e in engines), timeout_s=how.pop("timeout_s", 60), **how)
 
 
-def generate(url: str, timeout_s: float = 60.0) -> Completion:
-    """A greedy continuation of 4 tokens."""
+def generate(url: str, timeout_s: float = 60.0, max_new_tokens: int = 4) -> Completion:
+    """A greedy continuation."""
 
     async def main() -> Completion:
         client = EngineClient(url, timeout_s=timeout_s)
-        params = SamplingParams(temperature=0.0, max_new_tokens=4, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens, ignore_eos=True)
         try:
             return (await client.generate(GenerateRequest(input_ids=PROMPT, params=params)))[0]
         finally:
@@ -143,6 +144,27 @@ def test_an_update_without_any_weight_is_no_new_version_and_the_next_one_is(
     assert [version for version, _ in pushed] == [7, 7]
     expected = {name: checksum(tensor) for name, tensor in new_weights(model, 7).items()}
     assert both.weight_checksums() == [expected, expected]
+
+
+@pytest.mark.parametrize("model", ["tiny_qwen3"], indirect=True)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_newcomer_gets_the_weights_and_version_of_the_others_which_go_on(
+    transport: str, model: Path, engines: list[EngineProcess], ranks: TrainerRanks
+) -> None:
+    both = engine_set(engines)
+    ranks.push(transport, both, model, seed=8, version=60)
+    ranks.push(transport, engine_set(engines[1:]), model, seed=9, version=61)
+    both.close()
+    with ThreadPoolExecutor(1) as threads:
+        long = threads.submit(generate, engines[0].url, max_new_tokens=400)
+        wait_for(lambda: running_requests(engines[0].url) > 0 or long.done())
+        newcomer = engine_set(engines[1:], newcomers=(1,))
+        pushed = ranks.push(transport, newcomer, model, seed=8, version=61)
+        assert [version for version, _ in pushed] == [61, 61]
+        assert long.result().weight_version == 61
+    assert [reported_version(engine.url) for engine in engines] == [61, 61]
+    first, second = engine_set(engines).weight_checksums()
+    assert first == second
 
 
 FAILURES = {

@@ -13,7 +13,7 @@ from miles.config.root import MilesConfig
 from miles.contracts.engine import EngineError, MemoryTag
 from miles.ray.errors import JobError
 from miles.ray.placement import plan_layout, reserve
-from miles.ray.rollout import engine_launch
+from miles.ray.rollout import engine_factory, engine_launch
 from miles.ray.rollout.engine_factory import EngineGroup
 from miles.ray.rollout.engine_launch import EngineLaunch, EnginePart
 from miles.ray.rollout.engines import find_dead_soon
@@ -25,7 +25,13 @@ from tests.engine_groups import started
 def never_ready(config: MilesConfig, part: EnginePart, log_file: Path) -> EngineLaunch:
     """A server that loads for longer than anybody waits."""
     arguments = ("-c", "import time; time.sleep(120)")
-    return EngineLaunch(arguments=arguments, environment={}, log_file=str(log_file))
+    return launch_of(*arguments, log_file=log_file)
+
+
+def launch_of(*arguments: str, log_file: Path) -> EngineLaunch:
+    return EngineLaunch(
+        arguments=arguments, environment={}, log_file=str(log_file), start_timeout_s=30
+    )
 
 
 SERVER = """
@@ -53,9 +59,7 @@ def parts_of_one(taken: Path) -> Callable[[MilesConfig, EnginePart, Path], Engin
         options = {"--host": part.host, "--rank": part.node_rank, "--head": part.head}
         options["--taken"] = str(taken)
         words = [str(word) for pair in options.items() for word in pair]
-        return EngineLaunch(
-            arguments=("-c", SERVER, *words), environment={}, log_file=str(log_file)
-        )
+        return launch_of("-c", SERVER, *words, log_file=log_file)
 
     return launch
 
@@ -98,6 +102,79 @@ def test_an_engine_of_two_machines_lives_while_both_of_its_servers_do(
     asyncio.run(asyncio.wait_for(run(), 150))
     assert "already in use" in (tmp_path / "logs/engine_0.log").read_text()
     assert (tmp_path / "logs/engine_0_node_1.log").exists()
+
+
+STUB = """
+import json, os, pathlib, sys, time
+args = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+starts = pathlib.Path(sys.argv[1])
+with starts.open("a") as file:
+    file.write("x")
+# None starts alone: the next one is there, or comes.
+if PAIRS:
+    while len(starts.read_text()) % 2:
+        time.sleep(0.05)
+elif len(starts.read_text()) == 1:
+    sys.exit("RuntimeError: nccl_port at 30233 is not available in 60 seconds. Address in use")
+with open(args["--ready-file"] + ".new", "w") as file:
+    json.dump({"url": "http://127.0.0.1:0", "pid": os.getpid()}, file)
+os.replace(file.name, args["--ready-file"])
+time.sleep(120)
+"""
+"""An engine that serves nothing, starts in pairs or not the first time."""
+
+
+def stubs(starts: Path, *, pairs: bool) -> Callable[[MilesConfig, EnginePart, Path], EngineLaunch]:
+    def launch(config: MilesConfig, part: EnginePart, log_file: Path) -> EngineLaunch:
+        return launch_of("-c", STUB.replace("PAIRS", str(pairs)), str(starts), log_file=log_file)
+
+    return launch
+
+
+def test_engines_that_fail_together_are_started_together(
+    ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = tmp_path / "starts"
+    monkeypatch.setitem(engine_launch.LAUNCHERS, "embedded", stubs(starts, pairs=True))
+    config = one_engine()
+    config = replace(config, cluster=replace(config.cluster, rollout_num_gpus=2))
+
+    async def run() -> None:
+        async with started(config, tmp_path / "logs") as engines:
+            engines.weights_given()
+            assert await engines.replace([0, 1])
+            assert engines.newcomers.newcomers == (0, 1)
+
+    asyncio.run(asyncio.wait_for(run(), 90))
+    assert starts.read_text() == "xxxx"
+
+
+def test_a_port_that_is_taken_on_the_engines_own_machine_is_tried_again(
+    ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = tmp_path / "starts"
+    monkeypatch.setitem(engine_launch.LAUNCHERS, "embedded", stubs(starts, pairs=False))
+
+    async def run() -> None:
+        async with started(one_engine(), tmp_path / "logs") as engines:
+            assert await engines.find_dead() == []
+            await without_tolerance(engines)
+
+    asyncio.run(asyncio.wait_for(run(), 90))
+    assert starts.read_text() == "xx"
+
+
+async def without_tolerance(engines: EngineGroup) -> None:
+    """An engine that ends then ends the work, and what is raised says why."""
+    config = one_engine()
+    rollout = replace(config.rollout, use_fault_tolerance=False)
+    supervisor = supervisor_of(engines, replace(config, rollout=rollout))
+    await kill_first(engines)
+    says = r"engine 0 \(its log is .*engine_0\.log\) ended, .*--no-use-fault-tolerance"
+    with pytest.raises(JobError, match=says):
+        await supervisor.watch(asyncio.sleep(60))
+    with pytest.raises(JobError, match=says):
+        await supervisor.with_all_engines(never)
 
 
 def one_engine(model: Path | None = None) -> MilesConfig:
@@ -145,6 +222,7 @@ def test_a_new_engine_holds_no_more_memory_than_the_one_it_replaces(
     async def run() -> tuple[list[bool], int]:
         async with started(config, tmp_path) as engines:
             await engines.release_memory(["kv_cache"])
+            engines.weights_given()
             await kill_first(engines)
             # One that has ended holds nothing: that it cannot be asked is no failure.
             await engines.release_memory(tags)
@@ -152,6 +230,7 @@ def test_a_new_engine_holds_no_more_memory_than_the_one_it_replaces(
             answers = [await is_released(engines)]
             await engines.resume_memory(tags)
             answers.append(await is_released(engines))
+            assert engines.newcomers.newcomers == (0,), "it has the checkpoint's weights"
             return answers, engines.addresses.generation
 
     answers, generation = asyncio.run(asyncio.wait_for(run(), 120))
@@ -159,9 +238,10 @@ def test_a_new_engine_holds_no_more_memory_than_the_one_it_replaces(
     assert generation == 1
 
 
-def test_work_during_which_an_engine_ends_is_done_again_with_a_new_one(
-    ray_address: str, tiny_qwen3: Path, tmp_path: Path
+def test_work_during_which_an_engine_ends_is_done_again_with_a_new_one_if_it_ends_rarely(
+    ray_address: str, tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(engine_factory, "MAX_RESTARTS", 1)
     config = one_engine(tiny_qwen3)
     asked: list[str] = []
 
@@ -183,6 +263,8 @@ def test_work_during_which_an_engine_ends_is_done_again_with_a_new_one(
                     await client.close()
 
             replaced = await supervisor.with_all_engines(pause)
+            with pytest.raises(JobError, match="ended again after 1 restarts within 60 minutes"):
+                await engines.replace([0])
             return replaced, engines.addresses.generation
 
     assert asyncio.run(asyncio.wait_for(run(), 120)) == (True, 1)

@@ -44,7 +44,10 @@ def test_a_killed_engine_is_replaced_and_no_rollout_is_lost(
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     assert "restarting it" in output
-    assert [row["step"] for row in metrics_of(tmp_path / "run")] == list(range(1, 9))
+    rows = metrics_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    # One at the start and one after each rollout: a replacement is no update.
+    assert rows[-1]["rollout/weight_version"] == 9
     assert not engines_of(own_model)
 
 

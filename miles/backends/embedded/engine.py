@@ -147,6 +147,7 @@ class Engine:
         if len(self.scheduler.rows) and not self.scheduler.paused:
             raise Refused("sequences are running; pause first")
         tags = {"weights", "kv_cache"} if body.tags is None else set(body.tags)
+        self.scheduler.retract()
         self.scheduler.drop_cache()
         self._cache_released = self._cache_released or "kv_cache" in tags
         if "weights" in tags:

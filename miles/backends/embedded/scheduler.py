@@ -20,10 +20,11 @@ from miles.backends.embedded.requests import Request, Sequence
 from miles.backends.embedded.rows import Rows
 from miles.backends.embedded.runner import PromptInput, Runner
 from miles.backends.embedded.sampling import sample
-from miles.backends.embedded.text import find_stop_strings, tail_length
+from miles.backends.embedded.text import find_stop_strings
 from miles.backends.embedded.waiting import Limits, Waiting, plan_slots
 from miles.contracts.engine import PauseMode
 from miles.core import logging
+from miles.core.stop_strings import tail_length
 
 log = logging.get(__name__)
 
@@ -130,10 +131,9 @@ class Scheduler:
         self.waiting.push_front(running)
 
     def drop_cache(self) -> None:
-        """Free the slots. Raises ``Refused`` while sequences run and the engine is not paused."""
-        if len(self.rows) and not self.paused:
-            raise Refused(f"{len(self.rows)} sequences are running; pause first")
-        self.retract()
+        """Free the slots. Raises ``Refused`` while sequences run, or are paused in place."""
+        if len(self.rows):
+            raise Refused(f"{len(self.rows)} sequences are in flight; pause by retract or abort")
         self.runner.kv.drop()
 
     # The loop

@@ -5,14 +5,6 @@ from typing import Any
 
 from miles.backends.embedded.requests import Sequence
 
-_TOKENS_PER_CHARACTER = 4
-"""A character of UTF-8 is at most four byte-level tokens."""
-
-
-def tail_length(stop_strings: SequenceOf[str]) -> int:
-    """How many last tokens decide whether a stop string has just been completed."""
-    return _TOKENS_PER_CHARACTER * (max(map(len, stop_strings)) + 1)
-
 
 def find_stop_strings(
     tokenizer: Any, tails: SequenceOf[list[int]], stops: SequenceOf[tuple[str, ...]]

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from miles.backends.sglang_utils import package, refusals, surface
+from miles.backends.sglang_utils import nccl, package, refusals, surface
 from miles.backends.sglang_utils.surface import (
     ROUTER_PREFIX,
     SERVER_PREFIX,
@@ -59,7 +59,7 @@ def check(config: MilesConfig, given: Given, foreign: Sequence[Foreign]) -> Chec
     engine, reason = package.choose_engine(config)
     if engine != "sglang":
         problems = refusals.of_the_embedded_engine(config, given, foreign, reason)
-        return Checked(problems=problems)
+        return Checked(problems=[*problems, *nccl.check(config, ())])
     messages = _warnings(config)
     if package.problem() is not None:
         return Checked()  # ``rules.check`` has it.
@@ -83,7 +83,7 @@ def check(config: MilesConfig, given: Given, foreign: Sequence[Foreign]) -> Chec
     except SurfaceError as error:
         remedy = f"the installed sglang {package.version()} cannot be imported: {error}"
         return Checked(problems=[Problem("--rollout-engine", "sglang", remedy)])
-    problems = [*server.problems, *router.problems]
+    problems = [*server.problems, *router.problems, *nccl.check(config, server.argv)]
     if not problems and server.argv:
         args = surface.server().read(server.argv)
         problems = [*_parallel_sizes(config, args), *_unchecked_layout(config, args)]

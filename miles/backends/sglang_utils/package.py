@@ -4,12 +4,16 @@ import importlib.metadata
 import importlib.util
 import os
 
+from miles.config.derived import needs_engines
 from miles.config.errors import Problem
 from miles.config.root import MilesConfig
 from miles.core.device_files import may_have_accelerator
 
 TESTED_VERSIONS = "sglang==0.5.16, sglang-router==0.3.2"
 """Those of the extra ``sglang``."""
+UNSERVED_TOKENS = 6
+"""SGLang refuses inputs of ``min(context_length, max_total_num_tokens) - 6`` tokens or more
+(``max_req_input_len`` of ``/server_info``), and a response that is aborted goes on as an input."""
 PLATFORM_GROUP = "sglang.srt.platforms"
 PLATFORM_NAME = "miles_cpu"
 
@@ -44,6 +48,12 @@ def choose_engine(config: MilesConfig) -> tuple[str, str]:
         hint = elsewhere if os.environ.get("RAY_ADDRESS") else ""
         return "embedded", f"there is no accelerator on this machine{hint}"
     return "sglang", "there are an accelerator and the sglang package"
+
+
+def unserved_tokens(config: MilesConfig) -> int:
+    """How many tokens fewer than the context, or than the key/value cache, a request may have."""
+    engine = choose_engine(config)[0] if needs_engines(config) else "none"
+    return UNSERVED_TOKENS if engine == "sglang" else 0
 
 
 def has_accelerator() -> bool:

@@ -29,6 +29,10 @@ _KEYS = "Miles sends no key; what it starts serves its own processes alone"
 _WHOLE = "every engine of a job generates whole responses"
 _SAMPLING = "sampling is that of the --rollout-... flags, which the trainer counts on"
 _WEIGHTS = "the trainer's weight syncs set it"
+UNQUANTIZED = (
+    "a weight sync sends the checkpoint's own tensors, and SGLang quantizes only what it loads at "
+    "its start"
+)
 _LORA = "LoRA is not supported in this version, which trains all weights"
 _REGISTER = "engines are registered by the job that starts them"
 
@@ -58,6 +62,7 @@ SERVER: Mapping[str, str] = _table(
         "skip-tokenizer-init": "rewards and stop strings need the engine's text",
         "allow-auto-truncate": "--rollout-max-prompt-len leaves long prompts out, and says so",
         "preferred-sampling-params": _SAMPLING,
+        "quantization torchao-config modelopt-quant quantize-and-serve": UNQUANTIZED,
         "enable-lora lora-paths": _LORA,
     }
 )

@@ -115,6 +115,11 @@ APPLIES: tuple[Applies, ...] = (
         "with --custom-generate-function-path miles.rollout.multi_turn.generate (or your own)",
     ),
     Applies(
+        ("rollout_health_check_interval", "rollout_health_check_timeout"),
+        lambda c: c.rollout.use_fault_tolerance,
+        "without --no-use-fault-tolerance",
+    ),
+    Applies(
         ("rollout_health_check_timeout",),
         lambda c: c.rollout.rollout_health_check_interval > 0,
         "with a --rollout-health-check-interval above 0",
@@ -131,6 +136,7 @@ APPLIES: tuple[Applies, ...] = (
             "sglang_max_total_tokens",
             "sglang_mem_fraction_static",
             "sglang_log_level",
+            "rollout_engine_start_timeout_s",
         ),
         lambda c: not c.rollout.rollout_external,
         "to engines that Miles starts; those of --rollout-external were launched with their own",
@@ -320,6 +326,8 @@ APPLIES: tuple[Applies, ...] = (
             "sglang_router_ip",
             "sglang_router_port",
             "sglang_log_level",
+            "rollout_engine_start_timeout_s",
+            "use_fault_tolerance",
             "rollout_health_check_interval",
             "rollout_health_check_timeout",
             "rollout_request_timeout_s",

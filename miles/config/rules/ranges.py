@@ -90,6 +90,7 @@ RANGES: dict[str, Range] = {
     "sglang_max_total_tokens": COUNT,
     "sglang_router_port": Range(least=1, most=65535),
     "sglang_mem_fraction_static": Range(above=0, below=1, why="a share of the device's memory"),
+    "rollout_engine_start_timeout_s": POSITIVE,
     "rollout_health_check_interval": NOT_NEGATIVE,
     "rollout_health_check_timeout": POSITIVE,
     "rollout_request_timeout_s": POSITIVE,

@@ -1,6 +1,8 @@
 """The engines that a job starts: servers on its slots, and the memory that each has given up."""
 
 import asyncio
+import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -15,14 +17,17 @@ from miles.core import logging
 from miles.ray.errors import JobError, gather
 from miles.ray.placement import Layout, Placement
 from miles.ray.rollout.engine_launch import choose_launcher, serves_on_loopback
-from miles.ray.rollout.engines import find_dead_soon, find_silent
+from miles.ray.rollout.engines import find_dead_soon, find_silent, only
 from miles.ray.rollout.launched_engine import LaunchedEngine
 from miles.rollout.engine_client import EngineClient
 from miles.rollout.engine_set import EngineAddresses
 
 logger = logging.get(__name__)
 
-MAX_RESTARTS = 8
+MAX_RESTARTS, WITHIN_S = 8, 3600.0
+"""Of one engine: what ends more often than that in so many seconds will end again."""
+DRAIN_S = 10.0
+"""For what engines may still generate when they are to give up memory; usually nothing."""
 
 
 class EngineGroup:
@@ -42,9 +47,11 @@ class EngineGroup:
             for index, slots in enumerate(layout.engine_slots)
         ]
         self._generation = 0
-        self._restarts = 0
+        self._restarts = [deque[float](maxlen=MAX_RESTARTS) for _ in self._engines]
+        """When each engine was restarted last, by ``time.monotonic()``."""
         self._released: list[set[MemoryTag]] = [set() for _ in self._engines]
         """The memory that each engine has given up."""
+        self._newcomers = set(self._positions())
 
     @property
     def addresses(self) -> EngineAddresses:
@@ -54,8 +61,18 @@ class EngineGroup:
             generation=self._generation,
         )
 
+    @property
+    def newcomers(self) -> EngineAddresses:
+        return only(self.addresses, self._positions(), self._newcomers)
+
+    def weights_given(self) -> None:
+        self._newcomers.clear()
+
     def url(self, index: int) -> str:
         return self._engines[index].url
+
+    def name(self, index: int) -> str:
+        return f"engine {index} (its log is {self._engines[index].log_file})"
 
     async def start(self) -> None:
         await gather(*(engine.start() for engine in self._engines))
@@ -74,14 +91,9 @@ class EngineGroup:
 
     async def replace(self, failed: Sequence[int]) -> bool:
         for index in failed:
-            self._restarts += 1
-            if self._restarts > MAX_RESTARTS:
-                raise JobError(
-                    f"engine {index} ended again after {MAX_RESTARTS} restarts in this run; its "
-                    f"log: {self._engines[index].log_file}"
-                )
+            self._require_patience(index)
             logger.warning("engine %d ended or hangs: restarting it", index)
-            await self.restart(index)
+        await gather(*(self.restart(index) for index in failed))
         return bool(failed)
 
     async def readmit(self) -> bool:
@@ -96,6 +108,7 @@ class EngineGroup:
         released = self._released[index]
         self._released[index] = set()
         await self._engines[index].restart()
+        self._newcomers.add(index)
         self._generation += 1
         await self._release(index, released)
 
@@ -123,6 +136,15 @@ class EngineGroup:
     def _positions(self) -> dict[int, str]:
         return {index: engine.url for index, engine in enumerate(self._engines)}
 
+    def _require_patience(self, index: int) -> None:
+        restarts, now = self._restarts[index], time.monotonic()
+        if len(restarts) == MAX_RESTARTS and now - restarts[0] < WITHIN_S:
+            raise JobError(
+                f"{self.name(index)} ended again after {MAX_RESTARTS} restarts within "
+                f"{WITHIN_S / 60:g} minutes"
+            )
+        restarts.append(now)
+
     async def _each(self, work: Callable[[int], Coroutine[Any, Any, None]]) -> None:
         """For every engine; one that fails does not keep the others from it."""
         results = await asyncio.gather(
@@ -138,10 +160,13 @@ class EngineGroup:
             return
         try:
             async with self._client(index) as client:
+                # SGLang ends at a release that meets a request.
+                await client.drain(DRAIN_S)
                 await client.release_memory(sorted(missing))
-        except JobError:
+        except JobError as error:
             if index not in await find_dead_soon(self):
                 raise
+            logger.warning("engine %d has ended: %s", index, error)
         self._released[index] |= missing
 
     async def _resume(self, index: int, tags: set[MemoryTag]) -> None:

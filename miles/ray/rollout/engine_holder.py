@@ -14,7 +14,6 @@ from pathlib import Path
 from miles.core import device, ports
 from miles.ray.rollout.engine_launch import EngineLaunch
 
-READY_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 10.0
 LAST_LINES = 15
 
@@ -52,7 +51,7 @@ class EngineHolder:
                     stderr=log,
                     start_new_session=True,
                 )
-            return self._wait_until_ready(ready)
+            return self._wait_until_ready(ready, launch.start_timeout_s)
 
     def alive(self) -> bool:
         """Does not reap a server that ended: until ``stop`` its process group keeps its id."""
@@ -85,15 +84,18 @@ class EngineHolder:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(STOP_TIMEOUT_S)
 
-    def _wait_until_ready(self, ready: Path) -> str:
-        deadline = time.monotonic() + READY_TIMEOUT_S
+    def _wait_until_ready(self, ready: Path, timeout_s: float) -> str:
+        deadline = time.monotonic() + timeout_s
         while not ready.exists():
             if not self.alive():
                 self.stop()
                 raise RuntimeError(f"{self._what} ended at start:\n{self.last_lines()}")
             if time.monotonic() > deadline:
                 self.stop()
-                raise RuntimeError(f"{self._what} was not ready in {READY_TIMEOUT_S:g} s")
+                raise RuntimeError(
+                    f"{self._what} was not ready in {timeout_s:g} s "
+                    "(--rollout-engine-start-timeout-s); its last lines:\n" + self.last_lines()
+                )
             time.sleep(0.05)
         return json.loads(ready.read_text(encoding="utf-8"))["url"]
 

@@ -10,6 +10,7 @@ from miles.backends.sglang_utils.arguments import (
     router_arguments,
     server_arguments,
 )
+from miles.backends.sglang_utils.nccl import nccl_environment
 from miles.backends.sglang_utils.package import choose_engine
 from miles.config.root import MilesConfig
 from miles.core import device, logging
@@ -28,6 +29,8 @@ class EngineLaunch:
     ``--parent-pid``, which the holder adds and every server of ours takes."""
     environment: Mapping[str, str]
     log_file: str
+    start_timeout_s: float
+    """From the start of its process until it serves."""
     device_ids: tuple[int, ...] = ()
     """Physical ids of the devices that it sees; empty: those that its holder sees."""
 
@@ -180,8 +183,10 @@ def _launch(
         arguments=("-m", module, *arguments),
         environment={
             "TOKENIZERS_PARALLELISM": "false",
+            **nccl_environment(config.sglang_argv),
             **device.thread_environment(num_engines(config)),
         },
         log_file=str(log_file),
+        start_timeout_s=config.rollout.rollout_engine_start_timeout_s,
         device_ids=device_ids,
     )

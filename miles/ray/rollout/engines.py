@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from miles.contracts.engine import EngineError, MemoryTag
@@ -19,7 +20,19 @@ class Engines(Protocol):
         """Of those that serve."""
         ...
 
+    @property
+    def newcomers(self) -> EngineAddresses:
+        """Of those among them that have not the trainer's weights."""
+        ...
+
+    def weights_given(self) -> None:
+        """All that serve have the trainer's weights now."""
+        ...
+
     def url(self, index: int) -> str: ...
+    def name(self, index: int) -> str:
+        """For messages: which one, and where to read of it."""
+        ...
 
     async def start(self) -> None:
         """Returns when all of them serve."""
@@ -58,6 +71,18 @@ class Engines(Protocol):
 
     async def stop(self) -> None: ...
     def kill(self) -> None: ...
+
+
+def only(
+    addresses: EngineAddresses, positions: Iterable[int], newcomers: Collection[int]
+) -> EngineAddresses:
+    """Those of ``addresses``, which are at these positions, that are newcomers."""
+    found = [p for p in zip(positions, addresses.urls, strict=True) if p[0] in newcomers]
+    return replace(
+        addresses,
+        urls=tuple(url for _, url in found),
+        newcomers=tuple(position for position, _ in found),
+    )
 
 
 async def find_dead_soon(engines: Engines) -> list[int]:

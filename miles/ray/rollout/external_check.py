@@ -11,6 +11,7 @@ from typing import Any
 
 from miles.backends.sglang_utils.arguments import engine_dtype
 from miles.backends.sglang_utils.package import choose_engine
+from miles.backends.sglang_utils.refusals import UNQUANTIZED
 from miles.config.root import MilesConfig
 from miles.core import hf
 
@@ -23,6 +24,10 @@ SAME_IN_EVERY_JOB: Mapping[str, tuple[Any, str]] = {
     "disaggregation_mode": ("null", "every engine generates whole responses"),
     "is_embedding": (False, "every engine generates responses"),
     "preferred_sampling_params": (None, "sampling is that of the --rollout-... flags"),
+    "quantization": (None, UNQUANTIZED),
+    "torchao_config": ("", UNQUANTIZED),
+    "modelopt_quant": (None, UNQUANTIZED),
+    "quantize_and_serve": (False, UNQUANTIZED),
     "allow_auto_truncate": (False, "--rollout-max-prompt-len leaves long prompts out"),
 }
 """Of SGLang's server arguments; an engine that does not have one is not asked for it."""

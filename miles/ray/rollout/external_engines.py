@@ -11,7 +11,7 @@ from miles.config.values import split_address
 from miles.contracts.engine import EngineError, MemoryTag
 from miles.core import logging
 from miles.ray.errors import JobError
-from miles.ray.rollout.engines import find_silent
+from miles.ray.rollout.engines import find_silent, only
 from miles.ray.rollout.external_check import differences
 from miles.rollout.engine_client import EngineClient, http_url
 from miles.rollout.engine_set import EngineAddresses
@@ -37,6 +37,7 @@ class ExternalEngines:
         self._absent: set[int] = set()
         self._has_version: set[int] = set()
         """Those that have reported a weight version: one that forgets it was started anew."""
+        self._newcomers = set(range(len(self._urls)))
         self._generation = 0
         self._refused: dict[int, str] = {}
         """Why one that is back cannot be used, as it was said."""
@@ -49,8 +50,18 @@ class ExternalEngines:
             generation=self._generation,
         )
 
+    @property
+    def newcomers(self) -> EngineAddresses:
+        return only(self.addresses, self._present(), self._newcomers)
+
+    def weights_given(self) -> None:
+        self._newcomers.difference_update(self._present())
+
     def url(self, index: int) -> str:
         return self._urls[index]
+
+    def name(self, index: int) -> str:
+        return f"engine {self._urls[index]} of {FLAG}"
 
     async def start(self) -> None:
         """Wait until all of them answer, and hold them against the job's flags.
@@ -92,6 +103,7 @@ class ExternalEngines:
             )
             self._absent.add(index)
             self._has_version.discard(index)
+            self._newcomers.add(index)
         self._generation += 1
         if not self._present():
             raise JobError(

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,16 @@ from miles.core import logging
 from miles.core.ports import LOOPBACK, host_and_port
 from miles.ray.errors import JobError, call, call_all, kill
 from miles.ray.placement import Placement
-from miles.ray.rollout.engine_holder import READY_TIMEOUT_S, EngineHolder
+from miles.ray.rollout.engine_holder import EngineHolder
 from miles.ray.rollout.engine_launch import EngineLaunch, EnginePart
 
 logger = logging.get(__name__)
 
 SHARE_OF_A_SLOT = 0.2
 MAX_STARTS = 3
-"""Ports that follow from the one where the parts meet cannot be held; somebody may take one."""
+"""Ports that SGLang derives from one that it is told cannot be held; somebody may take one."""
+PORT_TAKEN = re.compile(r"already in use|\bat \d+ is not available", re.IGNORECASE)
+"""The system's words for it, or SGLang's."""
 HOLDER_TIMEOUT_S = 60.0
 """For the holder's process, beside the time that the server has."""
 
@@ -67,8 +70,7 @@ class LaunchedEngine:
                 self.url = await self._start()
                 return
             except JobError as error:
-                taken = "address already in use" in str(error).lower()
-                if not taken or len(self._machines) == 1 or attempt == MAX_STARTS:
+                if not PORT_TAKEN.search(str(error)) or attempt == MAX_STARTS:
                     raise
                 logger.warning("engine %d: a port was taken meanwhile; once more", self._index)
                 await self.stop()
@@ -109,11 +111,12 @@ class LaunchedEngine:
 
     async def _start(self) -> str:
         head = await self._meeting_point()
-        starts: dict[str, Any] = {}
-        for rank, holder in enumerate(self._holders):
-            launch = self._launch(self._part(rank, head), self._log_of(rank))
-            starts[self._name(rank)] = holder.start.remote(launch)
-        timeout_s = READY_TIMEOUT_S + HOLDER_TIMEOUT_S
+        ranks = range(len(self._holders))
+        launches = [self._launch(self._part(rank, head), self._log_of(rank)) for rank in ranks]
+        starts: dict[str, Any] = {
+            self._name(rank): self._holders[rank].start.remote(launches[rank]) for rank in ranks
+        }
+        timeout_s = launches[0].start_timeout_s + HOLDER_TIMEOUT_S
         try:
             urls = await asyncio.wait_for(call_all(starts, during="start"), timeout_s)
         except TimeoutError as error:

@@ -45,8 +45,10 @@ class GeneratedBatch:
 class RolloutManager:
     """Ray actor (async). Everything above the engines and below the trainer happens here."""
 
-    def __init__(self, config: MilesConfig) -> None:
+    def __init__(self, config: MilesConfig, unserved_tokens: int = 0) -> None:
+        """``unserved_tokens``: of the engines' context, see ``with_context_length``."""
         logging.setup("rollout")
+        self._unserved_tokens = unserved_tokens
         self._config = config
         self._tokenizer: Any = None
         self._source: DataSource | None = None
@@ -56,6 +58,9 @@ class RolloutManager:
             (),
             concurrency=config.rollout.sglang_server_concurrency,
             timeout_s=config.rollout.rollout_request_timeout_s,
+            # While the last engine is replaced: started, and given weights.
+            patience_s=config.rollout.rollout_engine_start_timeout_s
+            + config.weight_sync.update_weight_timeout_s,
             vocabulary_size=hf.vocabulary_size(hf.load_config(str(config.rollout.hf_checkpoint))),
         )
 
@@ -67,7 +72,7 @@ class RolloutManager:
         self._tokenizer = hf.load_tokenizer(
             str(config.rollout.hf_checkpoint), config.data.chat_template_path
         )
-        self._config = config = with_context_length(config)
+        self._config = config = with_context_length(config, self._unserved_tokens)
         self._eval_sets = eval_sources(config, self._tokenizer)
         if not reads_prompts(config):
             return None

@@ -6,6 +6,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from miles.backends.sglang_utils.package import unserved_tokens
 from miles.config.root import MilesConfig
 from miles.config.rules.problems import option_name, values_of
 from miles.contracts.hooks import HOOKS
@@ -22,7 +23,9 @@ class RolloutService:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"num_cpus": 0, "scheduling_strategy": here}
         self._user_code = user_code(config)
-        self._actor: Any = ray.remote(RolloutManager).options(**options).remote(config)
+        # Told here: the actor has no device, by which the engine may be chosen.
+        unserved = unserved_tokens(config)
+        self._actor: Any = ray.remote(RolloutManager).options(**options).remote(config, unserved)
 
     async def start(self) -> int | None:
         """Load prompts; return the number of an epoch, ``None`` for recorded rollouts."""

@@ -17,7 +17,8 @@ POLL_S = 1.0
 
 
 class EngineSupervisor:
-    """Replaces engines whose process ended or that no longer answer.
+    """Replaces engines whose process ended or that no longer answer, or without
+    ``--use-fault-tolerance`` ends the run with the first one whose process did.
 
     A new engine, or one that is back, has not the trainer's weights, so ``heal`` (weight sync, then
     ``connect``) runs before it serves, and ``make_room`` before it starts. ``connect`` tells router
@@ -77,13 +78,14 @@ class EngineSupervisor:
                 failed = await self._failed_after_error()
                 if not failed:
                     raise
+                self._require_tolerance(failed, error)
                 logger.warning("%s; once more with the engines that there are then", error)
             else:
                 return changed
 
     async def _failed_after_error(self) -> list[int]:
         dead = await find_dead_soon(self._engines)
-        if dead:
+        if dead or not self._options.use_fault_tolerance:
             return dead
         return await self._engines.find_hung(self._options.rollout_health_check_timeout)
 
@@ -91,14 +93,30 @@ class EngineSupervisor:
         if self._router is not None:
             await self._router.require_alive()
         dead = await self._engines.find_dead()
-        interval = self._options.rollout_health_check_interval
-        if dead or not interval or time.monotonic() - self._last_probe < interval:
+        if dead or not self._probe_is_due():
             return dead
         self._last_probe = time.monotonic()
         return await self._engines.find_unhealthy(self._options.rollout_health_check_timeout)
 
+    def _probe_is_due(self) -> bool:
+        interval = self._options.rollout_health_check_interval
+        if not interval or not self._options.use_fault_tolerance:
+            return False
+        return time.monotonic() - self._last_probe >= interval
+
+    def _require_tolerance(self, failed: Sequence[int], error: JobError | None = None) -> None:
+        if self._options.use_fault_tolerance or not failed:
+            return
+        names = ", ".join(map(self._engines.name, failed))
+        raise JobError(
+            f"{names} ended, and with it the run (--no-use-fault-tolerance), which goes on from "
+            "its last checkpoint with --load"
+        ) from error
+
     async def _replace(self, failed: Sequence[int]) -> bool:
-        """Whether there are engines now that have not the trainer's weights."""
+        """Whether there are engines now that have not the trainer's weights. Raises ``JobError``
+        for those that failed where none is to be replaced."""
+        self._require_tolerance(failed)
         if self._router is not None:
             # Before anything else: a restart takes a while, in which no request should go there.
             for index in failed:

@@ -6,6 +6,7 @@ from typing import Any
 
 import ray
 
+from miles.backends.sglang_utils.nccl import nccl_environment
 from miles.config.root import MilesConfig
 from miles.contracts.trainer import TrainRayActor
 from miles.core import device, distributed, logging
@@ -72,8 +73,7 @@ def trainer_environment(config: MilesConfig, *, on_gpu: bool) -> dict[str, str]:
         # before Blackwell Megatron insists on it.
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if on_gpu:
-        # The engines set the same value; with different ones the first broadcast hangs.
-        environment["NCCL_CUMEM_ENABLE"] = "0"
+        environment |= nccl_environment(config.sglang_argv)
     else:
         ranks = config.cluster.actor_num_gpus_per_node
         environment |= device.thread_environment(ranks)

@@ -578,7 +578,10 @@ OF_LAUNCHED_ENGINES = next(
 # What makes the condition of a row of APPLIES false; a valid command line does for the others.
 SPOILS: dict[str, tuple[str, ...]] = {
     "micro_batch_size": ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "99"),
-    "rollout_health_check_timeout": ("--rollout-health-check-interval", "0"),
+    "rollout_health_check_interval": ("--no-use-fault-tolerance",),
+    "rollout_health_check_timeout": (
+        *("--no-use-fault-tolerance", "--rollout-health-check-interval", "0"),
+    ),
     "grpo_std_normalization": (*REINFORCE, "--normalize-advantages"),
     "rewards_normalization": (*REINFORCE, "--normalize-advantages"),
     "update_weight_transfer_mode": ("--colocate",),

@@ -377,6 +377,34 @@ def test_the_other_calls_use_sglangs_paths_and_fields(server: Server) -> None:
     ]
 
 
+def test_a_flush_that_an_engine_with_requests_refuses_fails_only_where_it_must(
+    server: Server,
+) -> None:
+    server.answers["flush_cache"] = (400, "Flush cache failed.\n")
+
+    async def flush(client: EngineClient) -> None:
+        await client.flush_cache(unless_busy=True)
+        with pytest.raises(EngineError, match="flush_cache: status 400: Flush cache failed"):
+            await client.flush_cache()
+
+    ask(server, flush)
+    server.answers["flush_cache"] = (500, "broken")
+    with pytest.raises(EngineError, match="status 500"):
+        ask(server, lambda client: client.flush_cache(unless_busy=True))
+
+
+def test_what_still_runs_when_an_engine_is_to_be_idle_is_aborted(server: Server) -> None:
+    server.answers |= {"flush_cache": (200, "Cache flushed.\n"), "abort_request": (200, "")}
+    ask(server, lambda client: client.drain(0.5))
+    assert [path for _, path, _ in server.asked] == ["flush_cache"]
+    server.answers["flush_cache"] = (400, "Timed out waiting for idle state.")
+    with pytest.raises(EngineError, match=r"timeout=0\.5: status 400: Timed out"):
+        ask(server, lambda client: client.drain(0.5))
+    assert [path for _, path, _ in server.asked[1:]] == [
+        *("flush_cache", "abort_request", "flush_cache")
+    ]
+
+
 def test_an_ipv6_host_is_bracketed_in_urls() -> None:
     assert http_url("::1", 80) == "http://[::1]:80"
     assert http_url("[fe80::1]", 80) == "http://[fe80::1]:80"

@@ -100,6 +100,17 @@ def test_a_partial_sample_asks_only_for_the_tokens_that_are_left(tokenizer: Any)
     assert old.response_length == 300, "what the buffer holds is left as it is"
 
 
+def test_a_stop_string_that_an_abort_has_cut_in_two_ends_the_sample(tokenizer: Any) -> None:
+    engines = ScriptedEngines(tokenizer, lambda text, request: "cd=abcd")
+    old = partial_sample(tokenizer, "xab", Status.ABORTED)
+    changes = {"rollout_stop": ("zz", "abcd"), "rollout_max_response_len": 32}
+    context = context_of(engines, n_samples_per_prompt=1, **changes)
+    (sample,) = run(engines, replace(context, unfinished=(old,)))
+    assert (sample.response, sample.status) == ("xabcd", Status.COMPLETED)
+    assert sample.rollout_log_probs == [-1.0] * 3 + [-0.25, -0.5]
+    sample.validate()
+
+
 def test_masked_old_tokens_of_a_resumed_sample_do_not_train(tokenizer: Any) -> None:
     engines = ScriptedEngines(tokenizer, lambda text, request: "yyyy<eos>")
     old = partial_sample(tokenizer, "x" * 10, Status.ABORTED)

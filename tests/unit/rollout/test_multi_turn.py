@@ -232,3 +232,7 @@ def test_what_the_function_needs_is_asked_for_when_flags_are_parsed() -> None:
     assert check(made_config()) == []
     complete = {"generate_execute_tool_function_path": "m.f", "apply_chat_template": True}
     assert check(made_config(custom_generate_function_path=path, **complete)) == []
+    again = made_config(custom_generate_function_path=path, deterministic_rollout=True, **complete)
+    (found,) = check(again)
+    assert found.flag == "--deterministic-rollout, --custom-generate-function-path"
+    assert "how long tools take" in found.remedy

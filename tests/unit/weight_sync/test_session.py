@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from miles.config.root import MilesConfig
-from miles.contracts.engine import EngineFeatures, EngineSet, WeightFormat
+from miles.contracts.engine import EngineError, EngineFeatures, EngineSet, PauseMode, WeightFormat
 from miles.contracts.transport import WeightTransport
 from miles.contracts.types import NamedTensor, WeightBucket
 from miles.core import device
+from miles.rollout.engine_set import HttpEngineSet
 from miles.weight_sync.checksums import TensorDigests
 from miles.weight_sync.colocated import ColocatedTransport
 from miles.weight_sync.session import TRANSPORTS, WeightSync, transport_name
+from tests.unit.rollout.test_engine_client import Server
 
 
 def features(weight_format: WeightFormat) -> EngineFeatures:
@@ -92,3 +94,48 @@ def test_a_digest_that_fails_leaves_no_weight_ungathered() -> None:
     with pytest.raises(NotImplementedError, match="meta tensor"):
         sync._stream(no_engine, weights(), 1)
     assert gathered == [0, 1, 2]
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """An engine that has requests in flight and takes weights."""
+    ok = (200, {"success": True})
+    server = Server()
+    server.answers |= {
+        "pause_generation": ok,
+        "flush_cache": (400, "Flush cache failed.\n"),
+        "begin_weight_update": (404, ""),
+        "server_info": (200, {"dtype": "float32", "weight_formats": ["shm_bucket"]}),
+        "model_info": (200, {"weight_version": "1"}),
+        "continue_generation": ok,
+    }
+    yield server
+    server.stop()
+
+
+def push_nothing(server: Server, mode: PauseMode) -> list[str]:
+    """What the engine is asked."""
+    engines = HttpEngineSet((server.url,), timeout_s=10)
+    sync = WeightSync(lambda _: ColocatedTransport(timeout_s=1), max_bytes=1, pause_mode=mode)
+    try:
+        assert sync.push(engines, ()) == sync.version == 1
+    finally:
+        engines.close()
+    return [path for _, path, _ in server.asked]
+
+
+def test_a_pause_in_place_alone_lets_requests_keep_what_a_flush_would_drop(server: Server) -> None:
+    asked = push_nothing(server, "in_place")
+    assert asked[:2] == ["pause_generation", "flush_cache"]
+    assert asked[-1] == "continue_generation"
+    with pytest.raises(EngineError, match="flush_cache: status 400"):
+        push_nothing(server, "retract")
+
+
+def test_newcomers_get_the_version_of_the_last_update(server: Server) -> None:
+    server.answers["flush_cache"] = (200, "Cache flushed.\n")
+    sync = WeightSync(lambda _: ColocatedTransport(timeout_s=1), max_bytes=1)
+    sync.version = 1
+    engines = HttpEngineSet((server.url,), newcomers=(3,), timeout_s=10)
+    assert sync.push(engines, ()) == sync.version == 1
+    engines.close()

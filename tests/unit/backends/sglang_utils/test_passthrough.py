@@ -233,6 +233,14 @@ def test_the_page_lists_every_flag_that_ours_alone_set() -> None:
     assert [name for name in refusals.RENAMES if f"`--sglang-{name}`" not in page] == []
 
 
+def test_an_environment_of_nccl_other_than_the_engines_is_refused() -> None:
+    config = job("embedded")
+    for value, flags_wrong in (("1", ["--train-env-vars"]), ("0", [])):
+        cluster = replace(config.cluster, train_env_vars={"NCCL_CUMEM_ENABLE": value})
+        checked = check(replace(config, cluster=cluster), frozenset(), [])
+        assert [found.flag for found in checked.problems] == flags_wrong
+
+
 # With SGLang
 
 
@@ -272,6 +280,25 @@ class TestWithSglang:
         assert "--rollout-num-gpus-per-engine" in problems["--sglang-tensor-parallel-size"]
         assert "--hf-checkpoint" in problems["--sglang-model-path"]
         assert "--rollout-seed" in problems["--sglang-random-seed"]
+
+    def test_weights_that_a_sync_cannot_update_are_refused(self) -> None:
+        foreign = flags(
+            *("--sglang-quantization", "fp8", "--sglang-torchao-config", "int8wo"),
+            *("--sglang-modelopt-quant", "fp8", "--sglang-quantize-and-serve"),
+        )
+        problems = by_flag(check(job("sglang"), frozenset(), foreign).problems)
+        assert problems.keys() == {flag.name for flag in foreign}
+        assert all("weight sync" in remedy for remedy in problems.values())
+
+    @pytest.mark.parametrize(("words", "value"), [((), "1"), (("--sglang-enable-symm-mem",), "0")])
+    def test_symmetric_memory_needs_the_trainers_environment_to_be_like_the_engines(
+        self, words: tuple[str, ...], value: str
+    ) -> None:
+        config = job("sglang")
+        cluster = replace(config.cluster, train_env_vars={"NCCL_CUMEM_ENABLE": value})
+        (found,) = check(replace(config, cluster=cluster), frozenset(), flags(*words)).problems
+        assert found.flag == "--train-env-vars"
+        assert "symm-mem" in found.remedy
 
     def test_every_refused_name_is_one_of_the_installed_release(self) -> None:
         server, router = surface.server(), surface.router()
