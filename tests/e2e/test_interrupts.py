@@ -44,10 +44,15 @@ def ports_of(processes: list[psutil.Process]) -> set[int]:
     return ports
 
 
-def engine_loads(folder: Path) -> bool:
-    return any(
-        "miles.backends.embedded.server" in process.cmdline() for process in processes_in(folder)
-    )
+def is_running(folder: Path, program: str) -> bool:
+    """Whether a process of the run has this in its command line."""
+    for process in processes_in(folder):
+        try:
+            if any(program in word for word in process.cmdline()):
+                return True
+        except psutil.Error:
+            continue
+    return False
 
 
 def interrupt(process: "subprocess.Popen[str]", folder: Path, sign: signal.Signals) -> str:
@@ -122,7 +127,7 @@ def test_an_interrupt_while_engine_and_trainer_load_ends_every_process(
     run_in: Start, flags: dict[str, Any], tmp_path: Path
 ) -> None:
     process = run_in(flags, tmp_path)
-    wait_until(lambda: engine_loads(tmp_path), process)
+    wait_until(lambda: is_running(tmp_path, "miles.backends.embedded.server"), process)
     output = interrupt(process, tmp_path, signal.SIGINT)
     assert "interrupted" in output
     assert "Traceback" not in output
@@ -134,7 +139,7 @@ def test_an_interrupt_while_ray_starts_for_this_run_alone_ends_it_too(
     run_in: Start, flags: dict[str, Any], tmp_path: Path
 ) -> None:
     process = run_in(flags, tmp_path, without=("RAY_ADDRESS",))
-    wait_until(lambda: len(processes_in(tmp_path)) > 1, process)
+    wait_until(lambda: is_running(tmp_path, "gcs_server"), process)
     output = interrupt(process, tmp_path, signal.SIGINT)
     assert "interrupted" in output
     assert "Traceback" not in output
