@@ -214,7 +214,10 @@ def large(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
         pytest.param(True, (), id="fp32"),
         pytest.param(False, (), id="bf16"),
         pytest.param(
-            False, ("--use-precision-aware-optimizer", "--optimizer-cpu-offload"), id="bf16, host"
+            False,
+            ("--use-precision-aware-optimizer", "--optimizer-cpu-offload"),
+            id="bf16, host",
+            marks=pytest.mark.full,
         ),
     ],
 )
