@@ -137,7 +137,7 @@ def _rollout(job: Job, stage: int) -> list[Line]:
 
 
 def _sync(job: Job, stage: int) -> list[Line]:
-    """The trainer sends from where its state lies; a tensor at a time is gathered into a bucket."""
+    """The trainer sends its parameters; a tensor at a time is gathered into a bucket."""
     lines = _trainer_between(job, stage, in_sync=True)
     engines = job.engines
     if engines is None:

@@ -68,14 +68,14 @@ class StateBytes:
         return _present(lines)
 
     def asleep(self, *, in_sync: bool = False) -> list[Line]:
-        """Between the phases of training. ``in_sync``: during a weight update, for which
-        parameters stay whose copy is on disk or that have none."""
+        """Between the phases of training. ``in_sync``: during a weight update, for which the
+        parameters stay."""
         if not self.offload.sleeps or self.offload.on_host:
             return self.awake()
         lines = [self._away("sleeping trainer", self._backup())]
         held = round(self.offload.optimizer_on_host * self._state)
         lines.append(line("optimizer on the host", host=held))
-        if in_sync and (self._has_no_copy or self.offload.target == "disk"):
+        if in_sync:
             lines.append(self._held("parameters", self._parameters))
         if self.offload.streams:
             lines += self._optimizer()

@@ -62,12 +62,9 @@ class Resident:
 class TakeTurns:
     """Moves between phases in an order that never holds both on the device.
 
-    train: engines release what --offload-rollout-level says, then the trainer wakes. sync: the
-    trainer sleeps, then engines take their weights back; after it their key/value cache and graphs.
-    rollout: like the end of sync.
-
-    In a sync the trainer sends from host memory. Where its weights would have to come from a disk,
-    or from nowhere, they stay on the device until the sync is over.
+    train: engines release what --offload-rollout-level says, then the trainer wakes. sync: all of
+    the trainer sleeps but its weights, then engines take theirs back; after it the trainer's leave
+    too, and engines have their key/value cache and graphs again. rollout: like the end of sync.
     """
 
     def __init__(self, trainer: TrainGroup, engines: Engines | None, config: MilesConfig) -> None:
@@ -76,9 +73,6 @@ class TakeTurns:
         self._released = released_tags(config.offload.offload_rollout_level)
         self._trainer_sleeps = bool(config.offload.offload_train)
         self._drops_weights = config.offload.rematerialize_param_from_master_weight
-        self._sends_from_device = (
-            self._drops_weights or config.offload.offload_train_target == "disk"
-        )
         self._state: _TrainerState = "awake"
         self._has_weights = True
         self._timer = Timer()
@@ -119,7 +113,8 @@ class TakeTurns:
         if not self._has_weights:
             # Those that it does not keep are made from what only a trainer that is awake has.
             await self._wake_trainer()
-        await self._sleep_trainer(keep_weights=self._sends_from_device)
+        # One that sleeps already, when an engine was replaced, sends from where its copies lie.
+        await self._sleep_trainer(keep_weights=True)
 
     async def _release(self, tags: Collection[MemoryTag]) -> None:
         if self._engines is not None:

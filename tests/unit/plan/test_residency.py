@@ -60,7 +60,6 @@ def test_streamed_moments_in_bf16_take_half_the_disk() -> None:
 def test_a_sleeping_trainer_with_a_streamed_optimizer_copies_its_parameters_alone() -> None:
     streamed = elsewhere(MEGATRON, streams=True, sleeps=True, target="disk", chunk_bytes=MIB)
     assert total(streamed.asleep()) == Bytes(host=(2 + 3) * MIB, disk=500)
-    # For a weight update they stay: from there they would have to be read one by one.
     assert total(streamed.asleep(in_sync=True)).device == 200
 
 
@@ -69,7 +68,13 @@ def test_fsdp_streams_moments_and_keeps_the_parameters_that_are_masters() -> Non
     assert total(streamed.awake()) == Bytes(device=400, host=3 * MIB, disk=800)
 
 
-def test_rematerialized_parameters_have_no_copy_and_stay_for_the_weight_update() -> None:
+def test_parameters_stay_for_the_weight_update_beside_the_memory_of_their_copy() -> None:
+    sleeper = elsewhere(MEGATRON, sleeps=True)
+    assert total(sleeper.asleep()) == Bytes(host=500)
+    assert total(sleeper.asleep(in_sync=True)) == Bytes(device=200, host=500)
+
+
+def test_rematerialized_parameters_have_no_copy() -> None:
     sleeper = elsewhere(MEGATRON, sleeps=True, rematerializes=True)
     assert total(sleeper.asleep()) == Bytes(host=300)
     assert total(sleeper.asleep(in_sync=True)) == Bytes(device=200, host=300)
@@ -77,7 +82,7 @@ def test_rematerialized_parameters_have_no_copy_and_stay_for_the_weight_update()
 
 def test_parameters_without_masters_cannot_be_rematerialized() -> None:
     sleeper = elsewhere(FSDP, sleeps=True, rematerializes=True)
-    assert total(sleeper.asleep(in_sync=True)) == Bytes(host=1200)
+    assert total(sleeper.asleep()) == Bytes(host=1200)
 
 
 def test_state_that_is_on_the_host_always_does_not_move() -> None:
