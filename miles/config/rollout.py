@@ -111,6 +111,9 @@ class RolloutConfig:
     rollout_health_check_interval: Annotated[
         float, Doc("Seconds between health probes of the engines; 0 is off.")
     ] = 30.0
+    rollout_health_check_first_wait: Annotated[
+        float, Doc("Seconds after engines begin to generate during which none is probed.")
+    ] = 0.0
     rollout_health_check_timeout: Annotated[float, Doc("Time-out of a health probe, s.")] = 30.0
     rollout_request_timeout_s: Annotated[float, Doc("Time-out of one generate request, s.")] = (
         14400.0

@@ -292,6 +292,38 @@ def test_work_that_fails_by_itself_is_not_repeated(
     assert calls == [1]
 
 
+@pytest.mark.full
+def test_an_engine_that_hangs_is_replaced_once_the_first_wait_of_its_probes_is_over(
+    ray_address: str, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    config, first_wait = one_engine(tiny_qwen3), 5.0
+    options = replace(
+        config.rollout,
+        rollout_health_check_interval=0.1,
+        rollout_health_check_timeout=1.0,
+        rollout_health_check_first_wait=first_wait,
+    )
+    healed = asyncio.Event()
+
+    async def heal() -> None:
+        healed.set()
+
+    async def run() -> float:
+        async with started(config, tmp_path) as engines:
+            supervisor = EngineSupervisor(
+                engines, None, options, make_room=heal, heal=heal, connect=never
+            )
+            (pid,) = await engines.pids()
+            psutil.Process(pid).suspend()
+            await supervisor.watch(asyncio.sleep(first_wait - 1))
+            assert not healed.is_set()
+            begin = time.monotonic()
+            await supervisor.watch(healed.wait())
+            return time.monotonic() - begin
+
+    assert asyncio.run(asyncio.wait_for(run(), 120)) >= first_wait
+
+
 def supervisor_of(engines: EngineGroup, config: MilesConfig) -> EngineSupervisor:
     async def make_room() -> None:
         """No trainer holds a device here."""

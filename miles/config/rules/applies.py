@@ -115,12 +115,16 @@ APPLIES: tuple[Applies, ...] = (
         "with --custom-generate-function-path miles.rollout.multi_turn.generate (or your own)",
     ),
     Applies(
-        ("rollout_health_check_interval", "rollout_health_check_timeout"),
+        (
+            "rollout_health_check_interval",
+            "rollout_health_check_timeout",
+            "rollout_health_check_first_wait",
+        ),
         lambda c: c.rollout.use_fault_tolerance,
         "without --no-use-fault-tolerance",
     ),
     Applies(
-        ("rollout_health_check_timeout",),
+        ("rollout_health_check_timeout", "rollout_health_check_first_wait"),
         lambda c: c.rollout.rollout_health_check_interval > 0,
         "with a --rollout-health-check-interval above 0",
     ),
@@ -330,6 +334,7 @@ APPLIES: tuple[Applies, ...] = (
             "use_fault_tolerance",
             "rollout_health_check_interval",
             "rollout_health_check_timeout",
+            "rollout_health_check_first_wait",
             "rollout_request_timeout_s",
             "deterministic_rollout",
             "pause_generation_mode",

@@ -93,6 +93,7 @@ RANGES: dict[str, Range] = {
     "rollout_engine_start_timeout_s": POSITIVE,
     "rollout_health_check_interval": NOT_NEGATIVE,
     "rollout_health_check_timeout": POSITIVE,
+    "rollout_health_check_first_wait": NOT_NEGATIVE,
     "rollout_request_timeout_s": POSITIVE,
     "rm_timeout_s": POSITIVE,
     "rm_max_retries": NOT_NEGATIVE,

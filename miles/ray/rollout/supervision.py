@@ -42,10 +42,11 @@ class EngineSupervisor:
         self._make_room = make_room
         self._heal = heal
         self._connect = connect
-        self._last_probe = time.monotonic()
+        self._last_probe = self._began = time.monotonic()
 
     async def watch[T](self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of ``work``, replacing engines that fail while it runs."""
+        self._began = time.monotonic()
         task = asyncio.ensure_future(work)
         try:
             while True:
@@ -102,7 +103,9 @@ class EngineSupervisor:
         interval = self._options.rollout_health_check_interval
         if not interval or not self._options.use_fault_tolerance:
             return False
-        return time.monotonic() - self._last_probe >= interval
+        first_wait = self._options.rollout_health_check_first_wait
+        now = time.monotonic()
+        return now - self._last_probe >= interval and now - self._began >= first_wait
 
     def _require_tolerance(self, failed: Sequence[int], error: JobError | None = None) -> None:
         if self._options.use_fault_tolerance or not failed:

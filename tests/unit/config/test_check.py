@@ -541,6 +541,7 @@ WITHOUT_EFFECT_IN_SFT = [
     ("--deterministic-rollout",),
     ("--pause-generation-mode", "abort"),
     ("--rollout-health-check-timeout", "9"),
+    ("--rollout-health-check-first-wait", "9"),
     ("--update-weight-transfer-mode", "broadcast"),
     ("--colocate",),
     ("--offload-rollout",),
@@ -580,6 +581,9 @@ SPOILS: dict[str, tuple[str, ...]] = {
     "micro_batch_size": ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "99"),
     "rollout_health_check_interval": ("--no-use-fault-tolerance",),
     "rollout_health_check_timeout": (
+        *("--no-use-fault-tolerance", "--rollout-health-check-interval", "0"),
+    ),
+    "rollout_health_check_first_wait": (
         *("--no-use-fault-tolerance", "--rollout-health-check-interval", "0"),
     ),
     "grpo_std_normalization": (*REINFORCE, "--normalize-advantages"),
