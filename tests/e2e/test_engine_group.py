@@ -131,6 +131,7 @@ def stubs(starts: Path, *, pairs: bool) -> Callable[[MilesConfig, EnginePart, Pa
     return launch
 
 
+@pytest.mark.full
 def test_engines_that_fail_together_are_started_together(
     ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +150,7 @@ def test_engines_that_fail_together_are_started_together(
     assert starts.read_text() == "xxxx"
 
 
+@pytest.mark.full
 def test_a_port_that_is_taken_on_the_engines_own_machine_is_tried_again(
     ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

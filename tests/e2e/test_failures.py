@@ -150,6 +150,7 @@ def test_a_failure_in_user_code_names_actor_rollout_and_cause(
     assert "the tool server is gone" in line
 
 
+@pytest.mark.full
 def test_a_reward_that_ends_the_process_is_named_as_the_likely_cause(
     run_train: Runner, base_flags: dict[str, Any], tmp_path: Path
 ) -> None:
