@@ -45,8 +45,11 @@ class Server(uvicorn.Server):
         self.finished = threading.Event()
 
     def end(self, failure: str | None = None) -> None:
-        """Begin to shut down; safe from any thread."""
-        self.failure = self.failure or failure
+        """Begin to shut down; safe from any thread. What comes first is why it ends: a scheduler
+        that is found dead after a signal was stopped by it.
+        """
+        if not self.should_exit:
+            self.failure = failure
         self.should_exit = True
         engine = self.holder.engine
         if engine is not None:
