@@ -28,6 +28,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.offload import in_process
 from benchmarks.shapes import SHAPES, ShapeName, make_model
 from miles.backends.sglang_utils.arguments import server_arguments
 from miles.core import device
@@ -226,7 +227,8 @@ def _path() -> str:
 
 def main(options: Benchmark) -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
-    model = make_model(options.folder / options.shape, SHAPES[options.shape])
+    # In a process of its own: this one must hold no memory of the device beside the run.
+    model = in_process(make_model, options.folder / options.shape, SHAPES[options.shape])
     argv = [*to_argv(flags_of(options, model)), *options.flags.split()]
     found = run_miles(options, argv)
     shown = summary(options, found, run_plain(options, argv) if options.plain else None)

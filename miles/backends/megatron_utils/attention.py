@@ -1,4 +1,4 @@
-"""Core attention of Megatron's local layers: causal, grouped queries, packed rows and context
+"""Attention of Megatron's local layers: causal, grouped queries, packed rows and context
 parallelism, on PyTorch's kernels.
 
 Under context parallelism a rank holds two of the ``2 * cp`` chunks of every document, ``rank`` and
@@ -8,6 +8,7 @@ Shape letters: ``T`` tokens of this rank, ``B`` rows, ``L`` their length on this
 ``D`` head size, ``S`` documents.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -24,7 +26,39 @@ from miles.backends.training_utils import packed_attention
 from miles.backends.training_utils.packed_attention import Documents
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+_PACKED_FORMATS = ("thd", "sbhd")
 _CACHED_LAYOUTS = 16
+
+
+class SelfAttention(MegatronSelfAttention):
+    """Megatron's, with all tokens of a packed row rotated at once, by their positions. Its own
+    rotary embedding of packed rows (without Transformer Engine) launches some ten kernels for each
+    document."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any,
+        *args: Any,
+        rotary_pos_emb: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``[T, 1, hidden]`` to the same. ``rotary_pos_emb`` has a row for each position."""
+        if packed_seq_params is not None and rotary_pos_emb is not None:
+            group, (bounds_S, _) = self.pg_collection.cp, _documents_of(packed_seq_params)
+            places_T = rank_positions(bounds_S, group.size(), group.rank())
+            rotary_pos_emb = rotary_pos_emb.index_select(0, places_T)
+            # One row of many documents: only the core attention must know where they end.
+            packed_seq_params = dataclasses.replace(packed_seq_params, qkv_format="sbhd")
+        return super().forward(
+            hidden_states,
+            attention_mask,
+            *args,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
+            **kwargs,
+        )
 
 
 class CoreAttention(MegatronModule):
@@ -69,8 +103,8 @@ class CoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Rows padded on the right: ``[L, B, H, D]`` to ``[L, B, H * D]``. Packed (``thd``):
-        ``[T, H, D]`` to ``[T, H * D]``; every token must belong to a document of ``cu_seqlens``.
+        """Rows padded on the right: ``[L, B, H, D]`` to ``[L, B, H * D]``. Packed: ``[T, H, D]``,
+        or ``[T, 1, H, D]``, likewise; every token must belong to a document of ``cu_seqlens``.
         """
         if attention_mask is not None or attention_bias is not None:
             raise ValueError("this attention is causal: pass no mask and no bias")
@@ -78,7 +112,9 @@ class CoreAttention(MegatronModule):
             raise ValueError(f"this attention is causal, not {attn_mask_type.name}")
         if packed_seq_params is not None:
             bounds_S, longest = _documents_of(packed_seq_params)
-            return self._packed(query, key, value, bounds_S, longest).flatten(1)
+            q, k, v = (tensor.flatten(0, -3) for tensor in (query, key, value))
+            out_TxHxD = self._packed(q, k, v, bounds_S, longest)
+            return out_TxHxD.reshape(*query.shape[:-2], -1)
         cp_size = self.cp_group.size()
         if cp_size == 1:
             q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
@@ -133,6 +169,14 @@ def zigzag_indices(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     """
     starts, chunks = _chunks(cu_seqlens, cp_size)
     return _zigzag(starts, chunks, cp_size, cp_rank).to(cu_seqlens.device)
+
+
+@lru_cache(maxsize=_CACHED_LAYOUTS)
+def rank_positions(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
+    """Where each token that a context-parallel rank holds stands in its document; see
+    ``zigzag_indices``."""
+    starts, chunks = _chunks(cu_seqlens, cp_size)
+    return _zigzag(torch.zeros_like(starts), chunks, cp_size, cp_rank).to(cu_seqlens.device)
 
 
 @lru_cache(maxsize=_CACHED_LAYOUTS)
@@ -205,7 +249,7 @@ def _tokens_seen(window_size: tuple[int, int]) -> int | None:
 
 
 def _documents_of(params: Any) -> tuple[Tensor, int]:
-    if params.qkv_format != "thd" or params.local_cp_size is not None:
+    if params.qkv_format not in _PACKED_FORMATS or params.local_cp_size is not None:
         raise ValueError("packed rows are thd, over the one context-parallel group")
     padded = params.cu_seqlens_q_padded
     return params.cu_seqlens_q if padded is None else padded, params.max_seqlen_q

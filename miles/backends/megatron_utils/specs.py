@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
-from miles.backends.megatron_utils.attention import CoreAttention
+from miles.backends.megatron_utils.attention import CoreAttention, SelfAttention
 from miles.backends.megatron_utils.layers import RMSNorm
 from miles.config.errors import ConfigError, Problem
 from miles.core import distributed, logging, plugins
@@ -82,7 +82,7 @@ def _with_local_layer(layer: ModuleSpec) -> ModuleSpec:
             parts,
             input_layernorm=RMSNorm,
             pre_mlp_layernorm=RMSNorm,
-            self_attention=dataclasses.replace(attention, submodules=modules),
+            self_attention=dataclasses.replace(attention, module=SelfAttention, submodules=modules),
         ),
     )
 

@@ -45,7 +45,8 @@ class Backing(Protocol):
         ...
 
     def load(self, parts: Sequence[Part]) -> None:
-        """Fill storages that have their full size again."""
+        """Fill storages that have their full size again. The device may still be at it when this
+        returns."""
         ...
 
     def read(self, part: Part, start: int, target: Tensor) -> None:
@@ -95,7 +96,6 @@ class HostBacking:
         for part in parts:
             for held, outside in self._pieces(part, 0, part.device_bytes()):
                 outside.copy_(held, non_blocking=True)
-        device.synchronize()
         if not device.has_accelerator():
             # Nothing was pinned: there is nothing to gain by holding it.
             self.forget(parts)

@@ -1,6 +1,6 @@
 """Sleep and wake: device storages are copied elsewhere and freed, later restored bit for bit."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -17,6 +17,8 @@ log = logging.get(__name__)
 Named = Callable[[], Mapping[str, Tensor]]
 
 _GIB = 2**30
+_BATCH_BYTES = 4 * _GIB
+"""Allocated at once when a trainer wakes."""
 _MAY_STAY = 0.05
 """Of the device memory that a trainer had, while it sleeps."""
 _MAY_STAY_BYTES = 64 << 20
@@ -119,13 +121,14 @@ class OffloadStore:
 
     def wake_up(self) -> None:
         """Undo ``sleep``. Idempotent; collective where weights are to be rebuilt."""
-        for parts in (*self._saved, *self._zeroed):
-            with device.allocated_together([part.num_bytes for part in parts]):
-                for part in parts:
-                    part.storage.resize_(part.num_bytes)
-        self._backing.load(list(chain.from_iterable(self._saved)))
-        for part in chain.from_iterable(self._zeroed):
-            part.device_bytes().zero_()
+        # The device takes a while to give so much memory: meanwhile it copies into what it gave.
+        for parts in chain.from_iterable(map(_batches, self._saved)):
+            _allocate(parts)
+            self._backing.load(parts)
+        for parts in self._zeroed:
+            _allocate(parts)
+            for part in parts:
+                part.device_bytes().zero_()
         device.synchronize()
         self._asleep = self._weights_gone = False
         self._entries, self._saved, self._zeroed = {}, [], []
@@ -199,6 +202,24 @@ class OffloadStore:
                 self._reserved_awake / _GIB,
                 stats.allocated_bytes / _GIB,
             )
+
+
+def _batches(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    """Parts that left together, a few GiB at a time."""
+    batch: list[Part] = []
+    for part in parts:
+        batch.append(part)
+        if sum(one.num_bytes for one in batch) >= _BATCH_BYTES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _allocate(parts: Sequence[Part]) -> None:
+    with device.allocated_together([part.num_bytes for part in parts]):
+        for part in parts:
+            part.storage.resize_(part.num_bytes)
 
 
 def _locals(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.backends.megatron_utils.layer_jobs import make_config, parallel
 
@@ -70,3 +71,59 @@ def _run(case: Case, cp_size: int) -> dict[str, Any]:
         "positions": positions,
         **dict(zip("qkv", gradients, strict=True)),
     }
+
+
+class _Counter(TorchDispatchMode):
+    """Operations that reach the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def run_packed_documents(num_documents: int, length: int) -> dict[str, Any]:
+    """Self-attention over one packed row, and over each document alone."""
+    with parallel():
+        return _packed_documents(num_documents, length)
+
+
+def _packed_documents(num_documents: int, length: int) -> dict[str, Any]:
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.spec_utils import build_module, get_submodules
+
+    from miles.backends.megatron_utils.specs import block_spec
+
+    config = make_config()
+    spec = get_submodules((block_spec(config).layer_specs or [])[0]).self_attention
+    attention = build_module(spec, config=config, layer_number=1)
+    total = num_documents * length
+    generator = torch.Generator().manual_seed(num_documents)
+    hidden = torch.randn(total, 1, config.hidden_size, generator=generator)
+    rotary = RotaryEmbedding(
+        kv_channels=config.kv_channels, rotary_percent=1.0, use_cpu_initialization=True
+    )
+    bounds = torch.arange(num_documents + 1, dtype=torch.int32) * length
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=length,
+        max_seqlen_kv=length,
+    )
+
+    def attend(tokens: Tensor, packed: Any) -> Tensor:
+        frequencies = rotary(length, packed_seq=packed is not None)
+        output, _ = attention(tokens, None, rotary_pos_emb=frequencies, packed_seq_params=packed)
+        return output
+
+    with torch.no_grad():
+        attend(hidden, packed)  # The layout of the row is computed once, for all layers.
+        with _Counter() as counter:
+            output = attend(hidden, packed)
+        alone = torch.cat([attend(document, None) for document in hidden.split(length)])
+    return {"packed": output, "alone": alone, "operations": counter.count}

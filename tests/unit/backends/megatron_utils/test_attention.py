@@ -12,6 +12,7 @@ from miles.backends.megatron_utils.attention import (
     CoreAttention,
     attend_share,
     rank_layout,
+    rank_positions,
     zigzag_indices,
 )
 from tests.ranks import Ranks
@@ -70,6 +71,24 @@ def test_outputs_and_gradients_are_those_of_the_formula(
         for answer in answers:
             found[answer["positions"]] = answer[name]
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_packed_row_costs_as_many_operations_for_many_documents(megatron_ranks: Ranks) -> None:
+    counts: list[int] = []
+    for num_documents in (3, 40):
+        (found,) = megatron_ranks.run_well(
+            attention_jobs.run_packed_documents, num_documents, 6, num_ranks=1
+        )
+        torch.testing.assert_close(found["packed"], found["alone"], atol=1e-5, rtol=1e-5)
+        counts.append(found["operations"])
+    assert counts[0] == counts[1]
+
+
+def test_tokens_are_counted_within_their_document() -> None:
+    bounds = torch.tensor([0, 8, 12])
+    assert rank_positions(bounds, 2, 0).tolist() == [0, 1, 6, 7, 0, 3]
+    assert rank_positions(bounds, 2, 1).tolist() == [2, 3, 4, 5, 1, 2]
+    assert rank_positions(torch.tensor([0, 3, 4]), 1, 0).tolist() == [0, 1, 2, 0]
 
 
 def test_a_rank_holds_a_chunk_from_each_end_of_every_document() -> None:

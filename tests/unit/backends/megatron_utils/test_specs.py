@@ -9,7 +9,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from miles.backends.megatron_utils.attention import CoreAttention
+from miles.backends.megatron_utils.attention import CoreAttention, SelfAttention
 from miles.backends.megatron_utils.layers import RMSNorm
 from miles.backends.megatron_utils.specs import block_spec, layer_spec
 from miles.config.errors import ConfigError
@@ -123,5 +123,6 @@ def test_the_spec_names_our_modules() -> None:
     block = block_spec(make_config())
     assert block.layer_norm is RMSNorm
     assert all(isinstance(layer, ModuleSpec) for layer in block.layer_specs or [])
-    attention = get_submodules(get_submodules((block.layer_specs or [])[0]).self_attention)
-    assert attention.core_attention is CoreAttention
+    attention = get_submodules((block.layer_specs or [])[0]).self_attention
+    assert attention.module is SelfAttention
+    assert get_submodules(attention).core_attention is CoreAttention

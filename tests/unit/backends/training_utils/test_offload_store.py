@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from miles.backends.training_utils import offload_store
 from miles.backends.training_utils.direct_file import OffloadError
 from miles.backends.training_utils.offload_backing import Backing, DiskBacking, HostBacking
 from miles.backends.training_utils.offload_store import OffloadStore, make_backing
@@ -60,6 +61,20 @@ def test_views_of_one_buffer_are_freed_together_and_come_back_whole(backing: Bac
     first[0, 0] = 40.0
     assert buffer[0] == 40.0
     assert store.read("first", first)[0, 0] == 40.0
+
+
+@pytest.mark.parametrize("batch", [1, 50, 10_000])
+def test_a_state_that_comes_back_in_batches_is_as_it_was(
+    backing: Backing, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload_store, "_BATCH_BYTES", batch)
+    tensors = {str(n): torch.arange(n, 2 * n, dtype=torch.float32) for n in range(1, 90, 7)}
+    store = OffloadStore(backing, weights=lambda: tensors, others=always(x=torch.ones(3)))
+    for _ in range(2):
+        store.sleep()
+        assert set(storage_bytes(*tensors.values())) == {0}
+        store.wake_up()
+    assert all(t.tolist() == list(range(int(n), 2 * int(n))) for n, t in tensors.items())
 
 
 def test_scratch_is_freed_and_comes_back_as_zeros(backing: Backing) -> None:
