@@ -207,11 +207,13 @@ class OffloadStore:
 def _batches(parts: Sequence[Part]) -> Iterator[list[Part]]:
     """Parts that left together, a few GiB at a time."""
     batch: list[Part] = []
+    num_bytes = 0
     for part in parts:
         batch.append(part)
-        if sum(one.num_bytes for one in batch) >= _BATCH_BYTES:
+        num_bytes += part.num_bytes
+        if num_bytes >= _BATCH_BYTES:
             yield batch
-            batch = []
+            batch, num_bytes = [], 0
     if batch:
         yield batch
 
