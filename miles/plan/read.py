@@ -228,7 +228,8 @@ def _offload(config: MilesConfig, args: argparse.Namespace | None) -> Offload:
     options = config.offload
     on_host = args is not None and args.optimizer_cpu_offload
     return Offload(
-        sleeps=bool(options.offload_train),
+        # Without engines there is nobody to make room for.
+        sleeps=bool(options.offload_train) and needs_engines(config),
         target=options.offload_train_target,
         chunk_bytes=options.offload_train_disk_chunk_mb << 20,
         streams=options.stream_optimizer_state_to_disk,

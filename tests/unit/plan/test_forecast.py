@@ -123,6 +123,11 @@ def test_the_fullest_moment_of_fsdp_is_the_last_layers_backward_pass(model: Path
     assert components(phase, "host") == {"copies for sleep": 12 * PARAMETERS // 4}
 
 
+def test_nobody_sleeps_where_recorded_rollouts_take_the_place_of_engines(model: Path) -> None:
+    (phase,) = of(fsdp(model, "--colocate", "--load-debug-rollout-data", "r"), "train")
+    assert components(phase, "host") == {}
+
+
 def test_gradients_that_accumulate_as_shards_are_a_ranks_share(model: Path) -> None:
     (phase,) = of(fsdp(model, "--colocate", "--accumulate-sharded-gradients"), "train")
     assert components(phase)["gradients"] == 4 * PARAMETERS // 4
