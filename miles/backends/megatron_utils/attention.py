@@ -202,6 +202,12 @@ def rank_layout(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> RankLayout:
     )
 
 
+def drop_layouts() -> None:
+    """Let go of the layouts of past rows, which lie on the device; each is made anew if needed."""
+    for cached in (rank_positions, rank_layout, _documents, _equal_bounds):
+        cached.cache_clear()
+
+
 def attend_share(
     query: Tensor,
     keys: Tensor,

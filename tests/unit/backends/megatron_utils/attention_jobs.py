@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +101,9 @@ def _packed_documents(num_documents: int, length: int) -> dict[str, Any]:
     from miles.backends.megatron_utils.specs import block_spec
 
     config = make_config()
-    spec = get_submodules((block_spec(config).layer_specs or [])[0]).self_attention
+    (layer, _) = block_spec(config).layer_specs or []
+    parts: Any = get_submodules(layer)
+    spec = parts.self_attention
     attention = build_module(spec, config=config, layer_number=1)
     total = num_documents * length
     generator = torch.Generator().manual_seed(num_documents)
@@ -153,11 +156,14 @@ def _beside_megatron(rotary: Rotary, cp_size: int) -> dict[str, Any]:
     from miles.backends.megatron_utils.attention import zigzag_indices
     from miles.backends.megatron_utils.specs import block_spec
 
+    groups: Any = parallel_state
     config = make_config(context_parallel_size=cp_size, rotary_interleaved=rotary.interleaved)
-    spec = get_submodules((block_spec(config).layer_specs or [])[0]).self_attention
-    ours = build_module(spec, config=config, layer_number=1)
+    (layer, _) = block_spec(config).layer_specs or []
+    parts: Any = get_submodules(layer)
+    spec = parts.self_attention
+    ours: Any = build_module(spec, config=config, layer_number=1)
     spec = dataclasses.replace(spec, module=SelfAttention)
-    megatrons = build_module(spec, config=config, layer_number=1)
+    megatrons: Any = build_module(spec, config=config, layer_number=1)
     megatrons.load_state_dict(ours.state_dict())
     bounds = torch.tensor(BOUNDS, dtype=torch.int32)
     longest = int(bounds.diff().max())
@@ -176,7 +182,7 @@ def _beside_megatron(rotary: Rotary, cp_size: int) -> dict[str, Any]:
         rotary_percent=rotary.share,
         rotary_interleaved=rotary.interleaved,
         use_cpu_initialization=True,
-        cp_group=parallel_state.get_context_parallel_group(),
+        cp_group=groups.get_context_parallel_group(),
     )
     frequencies = embedding(longest, packed_seq=True)
     hidden, weights = torch.randn(
@@ -218,7 +224,9 @@ def _with_another_core(num_documents: int, length: int) -> list[Any]:
             return query.flatten(1)
 
     config = make_config()
-    spec = get_submodules((block_spec(config).layer_specs or [])[0]).self_attention
+    (layer, _) = block_spec(config).layer_specs or []
+    parts: Any = get_submodules(layer)
+    spec = parts.self_attention
     modules = dataclasses.replace(spec.submodules, core_attention=Core)
     spec = dataclasses.replace(spec, submodules=modules)
     attention = build_module(spec, config=config, layer_number=1)
@@ -240,3 +248,21 @@ def _with_another_core(num_documents: int, length: int) -> list[Any]:
         packed_seq_params=packed,
     )
     return seen
+
+
+def keeps_layouts_of_rows() -> bool:
+    """Whether anything holds the layouts of a packed row once a trainer's caches are dropped."""
+    with parallel():
+        from miles.backends.megatron_utils import attention
+        from miles.backends.megatron_utils.caches import drop_caches
+
+        bounds = torch.tensor(BOUNDS, dtype=torch.int32)
+        made = (
+            attention.rank_positions(bounds, 1, 0),
+            attention.rank_layout(bounds, 2, 0).key_index,
+        )
+        held = [weakref.ref(tensor) for tensor in (bounds, *made)]
+        del bounds, made
+        assert all(reference() is not None for reference in held)
+        drop_caches()
+        return any(reference() is not None for reference in held)

@@ -104,6 +104,10 @@ def test_a_core_attention_of_the_users_gets_packed_rows_as_megatron_documents_th
     assert seen == [[12, 4, 8], "thd"]
 
 
+def test_layouts_of_past_rows_keep_no_memory_of_a_sleeping_trainer(megatron_ranks: Ranks) -> None:
+    assert megatron_ranks.run_well(attention_jobs.keeps_layouts_of_rows, num_ranks=1) == [False]
+
+
 def test_tokens_are_counted_within_their_document() -> None:
     bounds = torch.tensor([0, 8, 12])
     assert rank_positions(bounds, 2, 0).tolist() == [0, 1, 6, 7, 0, 3]
