@@ -224,8 +224,10 @@ class Job:
             await gather(self._start_trainer(), self._start_engines())
         else:
             await self._start_trainer()
-        if trainer is not None and (offload.offload_train or offload.offload_rollout):
-            self._memory = TakeTurns(trainer, self._engines, self.config)
+        engines, moves = self._engines, offload.offload_train or offload.offload_rollout
+        # Without engines (supervised, or recorded rollouts) there is nobody to make room for.
+        if trainer is not None and engines is not None and moves:
+            self._memory = TakeTurns(trainer, engines, self.config)
         if self.config.cluster.colocate:
             await self._memory.make_room_for_engines()
             await self._start_engines()

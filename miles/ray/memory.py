@@ -67,7 +67,7 @@ class TakeTurns:
     too, and engines have their key/value cache and graphs again. rollout: like the end of sync.
     """
 
-    def __init__(self, trainer: TrainGroup, engines: Engines | None, config: MilesConfig) -> None:
+    def __init__(self, trainer: TrainGroup, engines: Engines, config: MilesConfig) -> None:
         self._trainer = trainer
         self._engines = engines if config.offload.offload_rollout else None
         self._released = released_tags(config.offload.offload_rollout_level)
