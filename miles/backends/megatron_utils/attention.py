@@ -45,7 +45,9 @@ class SelfAttention(MegatronSelfAttention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """``[T, 1, hidden]`` to the same. ``rotary_pos_emb`` has a row for each position."""
-        if packed_seq_params is not None and rotary_pos_emb is not None:
+        # A core attention of the user's gets packed rows as Megatron documents them.
+        at_once = isinstance(self.core_attention, CoreAttention)
+        if at_once and packed_seq_params is not None and rotary_pos_emb is not None:
             group, (bounds_S, _) = self.pg_collection.cp, _documents_of(packed_seq_params)
             places_T = rank_positions(bounds_S, group.size(), group.rank())
             rotary_pos_emb = rotary_pos_emb.index_select(0, places_T)
@@ -198,6 +200,12 @@ def rank_layout(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> RankLayout:
         query_lengths=tuple(query_lengths.tolist()),
         key_lengths=tuple(key_lengths.tolist()),
     )
+
+
+def drop_layouts() -> None:
+    """Let go of the layouts of past rows, which lie on the device; each is made anew if needed."""
+    for cached in (rank_positions, rank_layout, _documents, _equal_bounds):
+        cached.cache_clear()
 
 
 def attend_share(

@@ -14,6 +14,7 @@ from tests.unit.backends.streaming_jobs import STEPS, on_disk, streaming
 
 FP16 = {"fp32": False, "fp16": True}
 NARROW = {"keep_fp32_master": False}
+SPARING = {"gradient_checkpointing": True, "accumulate_sharded_gradients": True}
 RESET = {"reset_optimizer_states": True}
 
 
@@ -38,6 +39,12 @@ def test_sleep_frees_everything_and_changes_nothing(two_ranks: Ranks, tiny_qwen3
         pytest.param(streaming, {"precision": FP16}, id="fp16 streamed"),
         pytest.param(on_disk, {"precision": {"fp32": False}, "fsdp": NARROW}, id="bf16 on disk"),
         pytest.param(streaming, {"algorithm": RESET}, id="streamed moments reset"),
+        pytest.param(
+            streaming,
+            {"precision": {"fp32": False}, "fsdp": SPARING},
+            id="bf16 streamed, recomputed, sharded gradients",
+        ),
+        pytest.param(streaming, {"fsdp": {"dp_replicate_size": 2}}, id="replicas streamed"),
     ],
 )
 def test_sleeping_changes_nothing_whatever_else_is_given(

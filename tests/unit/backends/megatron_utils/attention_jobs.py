@@ -1,6 +1,8 @@
 """The core attention on one or two context-parallel ranks."""
 
+import dataclasses
 import os
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -99,7 +101,9 @@ def _packed_documents(num_documents: int, length: int) -> dict[str, Any]:
     from miles.backends.megatron_utils.specs import block_spec
 
     config = make_config()
-    spec = get_submodules((block_spec(config).layer_specs or [])[0]).self_attention
+    (layer, _) = block_spec(config).layer_specs or []
+    parts: Any = get_submodules(layer)
+    spec = parts.self_attention
     attention = build_module(spec, config=config, layer_number=1)
     total = num_documents * length
     generator = torch.Generator().manual_seed(num_documents)
@@ -127,3 +131,138 @@ def _packed_documents(num_documents: int, length: int) -> dict[str, Any]:
             output = attend(hidden, packed)
         alone = torch.cat([attend(document, None) for document in hidden.split(length)])
     return {"packed": output, "alone": alone, "operations": counter.count}
+
+
+class Rotary(NamedTuple):
+    interleaved: bool
+    share: float
+
+
+def run_beside_megatron(rotary: Rotary) -> dict[str, Any]:
+    """Self-attention over a packed row of documents of several lengths, ours and Megatron's own
+    with the same weights: outputs and gradients of the input."""
+    cp_size = int(os.environ["WORLD_SIZE"])
+    with parallel(context_parallel_size=cp_size):
+        return _beside_megatron(rotary, cp_size)
+
+
+def _beside_megatron(rotary: Rotary, cp_size: int) -> dict[str, Any]:
+    from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.spec_utils import build_module, get_submodules
+
+    from miles.backends.megatron_utils.attention import zigzag_indices
+    from miles.backends.megatron_utils.specs import block_spec
+
+    groups: Any = parallel_state
+    config = make_config(context_parallel_size=cp_size, rotary_interleaved=rotary.interleaved)
+    (layer, _) = block_spec(config).layer_specs or []
+    parts: Any = get_submodules(layer)
+    spec = parts.self_attention
+    ours: Any = build_module(spec, config=config, layer_number=1)
+    spec = dataclasses.replace(spec, module=SelfAttention)
+    megatrons: Any = build_module(spec, config=config, layer_number=1)
+    megatrons.load_state_dict(ours.state_dict())
+    bounds = torch.tensor(BOUNDS, dtype=torch.int32)
+    longest = int(bounds.diff().max())
+    # Without the padding at their ends the documents are shorter.
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds - torch.arange(len(bounds), dtype=torch.int32),
+        cu_seqlens_kv=bounds - torch.arange(len(bounds), dtype=torch.int32),
+        cu_seqlens_q_padded=bounds,
+        cu_seqlens_kv_padded=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    embedding = RotaryEmbedding(
+        kv_channels=config.kv_channels,
+        rotary_percent=rotary.share,
+        rotary_interleaved=rotary.interleaved,
+        use_cpu_initialization=True,
+        cp_group=groups.get_context_parallel_group(),
+    )
+    frequencies = embedding(longest, packed_seq=True)
+    hidden, weights = torch.randn(
+        2, BOUNDS[-1], 1, config.hidden_size, generator=torch.Generator().manual_seed(6)
+    )
+    positions = zigzag_indices(bounds, cp_size, parallel_state.get_context_parallel_rank())
+    answers: dict[str, Any] = {}
+    for name, attention in (("ours", ours), ("megatrons", megatrons)):
+        tokens = hidden[positions].requires_grad_()
+        output, _ = attention(tokens, None, rotary_pos_emb=frequencies, packed_seq_params=packed)
+        (gradient,) = torch.autograd.grad((output * weights[positions]).sum(), tokens)
+        answers[name] = (output.detach(), gradient)
+    return answers
+
+
+def run_with_another_core(num_documents: int, length: int) -> list[Any]:
+    """What a core attention that is not ours is given of a packed row: shape and format."""
+    with parallel():
+        return _with_another_core(num_documents, length)
+
+
+def _with_another_core(num_documents: int, length: int) -> list[Any]:
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.spec_utils import build_module, get_submodules
+
+    from miles.backends.megatron_utils.specs import block_spec
+
+    seen: list[Any] = []
+
+    class Core(torch.nn.Module):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__()
+
+        def forward(
+            self, query: Tensor, *others: Any, packed_seq_params: Any, **how: Any
+        ) -> Tensor:
+            seen.extend([list(query.shape), packed_seq_params.qkv_format])
+            return query.flatten(1)
+
+    config = make_config()
+    (layer, _) = block_spec(config).layer_specs or []
+    parts: Any = get_submodules(layer)
+    spec = parts.self_attention
+    modules = dataclasses.replace(spec.submodules, core_attention=Core)
+    spec = dataclasses.replace(spec, submodules=modules)
+    attention = build_module(spec, config=config, layer_number=1)
+    rotary = RotaryEmbedding(
+        kv_channels=config.kv_channels, rotary_percent=1.0, use_cpu_initialization=True
+    )
+    bounds = torch.arange(num_documents + 1, dtype=torch.int32) * length
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=length,
+        max_seqlen_kv=length,
+    )
+    attention(
+        torch.zeros(num_documents * length, 1, config.hidden_size),
+        None,
+        rotary_pos_emb=rotary(length, packed_seq=True),
+        packed_seq_params=packed,
+    )
+    return seen
+
+
+def keeps_layouts_of_rows() -> bool:
+    """Whether anything holds the layouts of a packed row once a trainer's caches are dropped."""
+    with parallel():
+        from miles.backends.megatron_utils import attention
+        from miles.backends.megatron_utils.caches import drop_caches
+
+        bounds = torch.tensor(BOUNDS, dtype=torch.int32)
+        made = (
+            attention.rank_positions(bounds, 1, 0),
+            attention.rank_layout(bounds, 2, 0).key_index,
+        )
+        held = [weakref.ref(tensor) for tensor in (bounds, *made)]
+        del bounds, made
+        assert all(reference() is not None for reference in held)
+        drop_caches()
+        return any(reference() is not None for reference in held)

@@ -17,7 +17,7 @@ from miles.backends.megatron_utils.attention import (
 )
 from tests.ranks import Ranks
 from tests.unit.backends.megatron_utils import attention_jobs
-from tests.unit.backends.megatron_utils.attention_jobs import BOUNDS, SCALE, WINDOW, Case
+from tests.unit.backends.megatron_utils.attention_jobs import BOUNDS, SCALE, WINDOW, Case, Rotary
 from tests.unit.backends.megatron_utils.layer_jobs import make_config
 
 
@@ -82,6 +82,30 @@ def test_a_packed_row_costs_as_many_operations_for_many_documents(megatron_ranks
         torch.testing.assert_close(found["packed"], found["alone"], atol=1e-5, rtol=1e-5)
         counts.append(found["operations"])
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    "rotary", [Rotary(False, 1.0), Rotary(True, 1.0), Rotary(False, 0.5)], ids=str
+)
+def test_a_packed_row_is_rotated_as_by_megatron_document_by_document(
+    megatron_ranks: Ranks, rotary: Rotary, num_ranks: int
+) -> None:
+    for found in megatron_ranks.run_well(
+        attention_jobs.run_beside_megatron, rotary, num_ranks=num_ranks
+    ):
+        torch.testing.assert_close(found["ours"], found["megatrons"], atol=1e-6, rtol=1e-6)
+
+
+def test_a_core_attention_of_the_users_gets_packed_rows_as_megatron_documents_them(
+    megatron_ranks: Ranks,
+) -> None:
+    (seen,) = megatron_ranks.run_well(attention_jobs.run_with_another_core, 3, 4, num_ranks=1)
+    assert seen == [[12, 4, 8], "thd"]
+
+
+def test_layouts_of_past_rows_keep_no_memory_of_a_sleeping_trainer(megatron_ranks: Ranks) -> None:
+    assert megatron_ranks.run_well(attention_jobs.keeps_layouts_of_rows, num_ranks=1) == [False]
 
 
 def test_tokens_are_counted_within_their_document() -> None:
