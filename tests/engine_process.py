@@ -18,6 +18,7 @@ from miles.backends.sglang_utils.arguments import router_arguments, server_argum
 from miles.config.root import MilesConfig
 
 START_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 120.0
 
 
@@ -57,7 +58,7 @@ class EngineProcess:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(20)
+            return self.process.wait(STOP_TIMEOUT_S)
         finally:
             self.process.kill()
 
@@ -137,6 +138,12 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = START_TIMEOUT_S) -
     while not condition():
         assert time.monotonic() < deadline, "what was waited for did not happen"
         time.sleep(0.02)
+
+
+def wait_idle(url: str) -> None:
+    """A request whose answer is there may be in SGLang's scheduler for one more step: what needs an
+    idle engine fails under it, and a load that is to flush the cache ends the scheduler."""
+    wait_for(lambda: get(url, "/flush_cache").status == 200)
 
 
 def running_requests(url: str) -> int:

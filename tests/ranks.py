@@ -11,7 +11,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-ANSWER_TIMEOUT_S = 180.0
+ANSWER_TIMEOUT_S = 280.0
 
 
 class Ranks:

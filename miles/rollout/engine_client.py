@@ -32,6 +32,9 @@ from miles.rollout.router_client import is_a_routers
 # server is just closing fails and, unlike a GET, is not repeated.
 KEEP_ALIVE_S = 2.0
 CONNECT_TIMEOUT_S = 30.0
+SETTLE_S = 5.0
+"""For what SGLang's scheduler still holds of requests whose answers are there: one more step, which
+a pause by abort does not wait for."""
 
 
 class EngineUnreachable(EngineError):
@@ -212,7 +215,9 @@ class EngineClient:
     async def flush_cache(self, *, unless_busy: bool = False) -> None:
         """Forget the keys and values of all prompts. With requests in flight an engine refuses,
         which is no failure with ``unless_busy``."""
-        status, answer = await self._request("flush_cache", {}, None)
+        # Nothing settles under requests that are paused in place.
+        call = "flush_cache" if unless_busy else f"flush_cache?timeout={SETTLE_S:g}"
+        status, answer = await self._request(call, {}, SETTLE_S + self._control_timeout_s)
         if status != 200 and not (unless_busy and status == 400):
             raise EngineError(f"{self.url}/flush_cache: status {status}: {_excerpt(answer)}")
 

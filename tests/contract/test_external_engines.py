@@ -3,7 +3,6 @@
 import asyncio
 import json
 import shutil
-import socket
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from miles.config.root import MilesConfig
+from miles.core.ports import hold_port
 from miles.ray.errors import JobError
 from miles.ray.rollout.external_check import SAME_IN_EVERY_JOB, differences
 from miles.ray.rollout.external_engines import ExternalEngines
@@ -24,15 +24,13 @@ def start(model: Path, folder: Path, port: int, *options: str) -> EngineProcess:
     return launch(model, folder, "--port", str(port), *options)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
 @contextmanager
 def two_servers(model: Path, folder: Path) -> Generator[Servers]:
     with ExitStack() as stack:
-        started = [start(model, folder / str(i), free_port()) for i in range(2)]
+        # Held: a server that is started anew finds the port that it had.
+        held = [stack.enter_context(hold_port()) for _ in range(2)]
+        ports = [each.getsockname()[1] for each in held]
+        started = [start(model, folder / str(port), port) for port in ports]
         for server in started:
             stack.callback(server.stop)
         yield [server.wait_ready() for server in started]
@@ -91,7 +89,7 @@ def test_one_that_ends_is_left_out_until_it_answers_again(
         mortals[1].process.kill()
         mortals[1].process.wait()
         assert await engines.find_dead() == [1]
-        assert await engines.find_unhealthy(5) == [1]
+        assert await engines.find_unhealthy(30) == [1]
         # Nothing new that has not the trainer's weights.
         assert not await engines.replace([1])
         assert engines.addresses.urls == (urls[0],)
@@ -177,9 +175,10 @@ def test_a_copy_of_the_model_is_the_same_model(
 
 
 def test_an_address_where_nobody_answers_is_named_in_time(tiny_qwen3: Path) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(JobError, match=rf"did not answer within 1 s .*\n  {url}/server_info"):
-        asyncio.run(ExternalEngines(job(tiny_qwen3, url, timeout_s=1.0)).start())
+    with hold_port() as held:
+        url = f"http://127.0.0.1:{held.getsockname()[1]}"
+        with pytest.raises(JobError, match=rf"did not answer within 1 s .*\n  {url}/server_info"):
+            asyncio.run(ExternalEngines(job(tiny_qwen3, url, timeout_s=1.0)).start())
 
 
 def test_one_that_an_earlier_job_left_paused_goes_on(servers: Servers, tiny_qwen3: Path) -> None:

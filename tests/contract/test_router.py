@@ -16,6 +16,7 @@ import pytest
 
 from miles.config.root import MilesConfig
 from miles.contracts.engine import Completion, EngineError, GenerateRequest, SamplingParams
+from miles.core.ports import hold_port
 from miles.ray.errors import JobError
 from miles.ray.rollout.router import Router
 from miles.rollout.engine_client import http_url
@@ -55,11 +56,14 @@ def survivor(
 @pytest.fixture
 def victim(engine_model: Path, tmp_path: Path) -> Iterator[EngineProcess]:
     """An engine for one test. Its weights have version 2."""
-    engine = launch(engine_model, tmp_path / "victim").wait_ready()
-    set_version(engine.url, 2)
-    yield engine
-    engine.process.kill()
-    engine.process.wait()
+    # The port is held: one that is started in its place finds it free.
+    with hold_port() as held:
+        port = str(held.getsockname()[1])
+        engine = launch(engine_model, tmp_path / "victim", "--port", port).wait_ready()
+        set_version(engine.url, 2)
+        yield engine
+        engine.process.kill()
+        engine.process.wait()
 
 
 def set_version(url: str, version: int) -> None:

@@ -30,7 +30,15 @@ from tests.contract.test_weight_sync import (
     reported_version,
 )
 from tests.contract.trainer_ranks import TrainerRanks, new_weights
-from tests.engine_process import EngineProcess, ending, get, launch_sglang, post, wait_for
+from tests.engine_process import (
+    EngineProcess,
+    ending,
+    get,
+    launch_sglang,
+    post,
+    wait_for,
+    wait_idle,
+)
 from tests.unit.backends.fsdp_utils.made_families import FAMILIES, make_family
 
 __all__ = ["ranks"]
@@ -88,6 +96,7 @@ def test_new_weights_arrive_bit_for_bit_and_sglang_generates_from_them(
 
 def load_from_disk(engine: EngineProcess, model: Path) -> None:
     post(engine.url, "/pause_generation", {"mode": "abort"})
+    wait_idle(engine.url)
     update = {"model_path": str(model), "weight_version": "default"}
     assert post(engine.url, "/update_weights_from_disk", update).json["success"]
     post(engine.url, "/continue_generation")

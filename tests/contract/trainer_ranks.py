@@ -2,7 +2,6 @@
 
 import multiprocessing as mp
 import os
-import socket
 from collections.abc import Iterator
 from functools import partial
 from multiprocessing.connection import Connection
@@ -19,11 +18,12 @@ from miles.contracts.transport import WeightTransport
 from miles.contracts.types import NamedTensor
 from miles.core import distributed
 from miles.core.hf import load_config
+from miles.core.ports import hold_port
 from miles.weight_sync.fused import fuse_table
 from miles.weight_sync.session import TRANSPORTS, WeightSync
 
 NUM_RANKS = 2
-ANSWER_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 240.0
 
 
 def new_weights(model: Path, seed: int) -> dict[str, Tensor]:
@@ -40,8 +40,9 @@ class TrainerRanks:
 
     def __init__(self) -> None:
         context = mp.get_context("spawn")
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        # Rank 0 listens there much later, when it has imported torch.
+        self._held = hold_port()
+        port = self._held.getsockname()[1]
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(NUM_RANKS):
@@ -77,6 +78,7 @@ class TrainerRanks:
             if process.is_alive():
                 process.kill()
                 process.join()
+        self._held.close()
 
 
 def _run(rank: int, port: int, pipe: Connection) -> None:
@@ -84,7 +86,7 @@ def _run(rank: int, port: int, pipe: Connection) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(NUM_RANKS)
     )
-    distributed.init_process_group(timeout_minutes=1)
+    distributed.init_process_group(timeout_minutes=3)
     syncs: dict[Any, WeightSync] = {}
     while (job := pipe.recv()) is not None:
         transport, engines, model, how = job

@@ -76,7 +76,7 @@ def run_train(environment: dict[str, str]) -> Runner:
     from miles.utils.external_utils.command_utils import to_argv
 
     def run(
-        flags: dict[str, Any], *, timeout: float = 150, cwd: Path = ROOT
+        flags: dict[str, Any], *, timeout: float = 280, cwd: Path = ROOT
     ) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
             [sys.executable, str(ROOT / "train.py"), *to_argv(flags)],
@@ -130,7 +130,7 @@ def start(environment: dict[str, str]) -> Iterator[Start]:
 def wait_until(
     condition: Callable[[], bool], process: "subprocess.Popen[str]", every_s: float = 0.1
 ) -> None:
-    deadline = time.monotonic() + 150
+    deadline = time.monotonic() + 280
     while not condition():
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "the run does not get that far"

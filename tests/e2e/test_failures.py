@@ -62,7 +62,7 @@ def test_ray_that_does_not_start_is_told_with_the_remedy(
         env={**alone, "RAY_TMPDIR": str(tmp_path / ("x" * 120))},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert result.returncode == 1, result.stdout + result.stderr

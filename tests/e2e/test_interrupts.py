@@ -16,7 +16,7 @@ from miles.backends.training_utils.checkpoints import check_load, read_tracker
 from miles.ray.cluster import WORKING_DIR
 from tests.e2e.conftest import Runner, Start, completed, wait_until
 
-GONE_TIMEOUT_S = 20.0
+GONE_TIMEOUT_S = 60.0
 """How long after the driver Ray's workers may be seen."""
 
 
@@ -62,17 +62,27 @@ def interrupt(process: "subprocess.Popen[str]", folder: Path, sign: signal.Signa
     assert len(running) > 1, "the driver alone"
     # As a terminal does it: to the driver and what it has started itself.
     os.killpg(process.pid, sign)
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 130, output
     deadline = time.monotonic() + GONE_TIMEOUT_S
     while left := processes_in(folder):
         assert time.monotonic() < deadline, [p.cmdline() for p in left]
         time.sleep(0.2)
-    for port in ports:
-        with socket.socket() as server:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            server.bind(("127.0.0.1", port))
+    # A connection of another process may have one of them for a moment.
+    while taken := [port for port in ports if not can_listen(port)]:
+        assert time.monotonic() < deadline, taken
+        time.sleep(0.2)
     return output
+
+
+def can_listen(port: int) -> bool:
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            server.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 @pytest.fixture(autouse=True)

@@ -117,7 +117,7 @@ from miles.ray.placement import Layout, reserve
 cluster.start()
 layout = Layout(num_slots=100000, train_slots=tuple(range(100000)), engine_slots=())
 try:
-    asyncio.run(asyncio.wait_for(reserve(layout, 300), 20))
+    asyncio.run(asyncio.wait_for(reserve(layout, 300), 120))
 except JobError as error:
     print(error)
 cluster.stop()
@@ -132,7 +132,7 @@ def test_what_no_machine_can_bring_is_not_waited_for() -> None:
             env={**environment, "RAY_TMPDIR": folder},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=280,
             check=False,
         )
     assert "no room for 100000 slots on this machine" in result.stdout, result.stderr

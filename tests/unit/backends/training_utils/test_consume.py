@@ -102,7 +102,7 @@ def run_rank(rank: int, folder: str) -> None:
 def rank_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("ranks")
     context: Any = mp.spawn(run_rank, args=(str(folder),), nprocs=RANKS, join=False)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 280
     while not context.join(timeout=1):
         if time.monotonic() > deadline:
             for process in context.processes:

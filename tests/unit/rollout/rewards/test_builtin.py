@@ -83,7 +83,7 @@ def test_a_grader_that_hangs_is_killed_and_the_next_answer_is_graded(
 def test_graders_end_with_their_pool() -> None:
     pool = grader_pool.GraderPool(1)
     job = {"kind": "math", "answer": "4", "label": "4"}
-    assert pool.run(job, 30.0) == {"score": 1.0}
+    assert pool.run(job, 120.0) == {"score": 1.0}
     (grader,) = pool._graders  # pyright: ignore[reportPrivateUsage]
     process = grader._process  # pyright: ignore[reportPrivateUsage]
     pool.close()
