@@ -214,9 +214,28 @@ def test_synonyms_are_no_flags_and_stand_for_flags() -> None:
 
 
 def test_a_stray_word_is_not_swallowed() -> None:
-    (foreign,) = read_command_line(["--colocate", "yes"]).foreign
-    assert foreign.name == "yes"
+    (foreign,) = read_command_line(["--lr", "1e-6", "1e-5"]).foreign
+    assert foreign.name == "1e-5"
     assert "belongs to no flag" in unknown_flag(foreign).remedy
+
+
+@pytest.mark.parametrize(
+    "argv", [["--use-kl-loss=false"], ["--use-kl-loss", "false"], ["--no-use-kl-loss", "false"]]
+)
+def test_a_switch_with_a_value_is_told_its_opposite(argv: list[str]) -> None:
+    """Whoever writes ``false`` must not be told to write the switch alone, which is true."""
+    line = read_command_line([*argv, "--seed", "7"])
+    (problem,) = line.problems
+    assert (problem.flag, problem.value) == (argv[0].partition("=")[0], "false")
+    assert "--use-kl-loss switches it on, --no-use-kl-loss switches it off" in problem.remedy
+    assert not line.foreign
+    assert line.config.algorithm.seed == 7
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help", "--help-sglang"])
+def test_help_with_a_value_hides_no_other_problem(flag: str) -> None:
+    line = read_command_line([f"{flag}=lr", "--seed", "x"])
+    assert [p.flag for p in line.problems] == [flag, "--seed"]
 
 
 def test_flags_are_not_abbreviated() -> None:
