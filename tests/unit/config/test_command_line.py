@@ -99,6 +99,7 @@ def test_an_unknown_key_names_the_file_and_the_nearest_flag(tmp_path: Path) -> N
         ("eval_prompt_data: {a: b}", "--eval-prompt-data", "a list, not a mapping"),
         ("rollout_stop: [x, {a: b}]", "--rollout-stop", "one value, not a mapping"),
         ("save: {a: b}", "--save", "one value, not a mapping"),
+        ('save: "a\\0b"', "--save", "null character"),
         ("config: other.yaml", "--config", "has no place in a file"),
         ("train_env_vars: {when: 2024-01-01}", "--train-env-vars", "not JSON serializable"),
     ],
@@ -200,6 +201,8 @@ def test_all_unknown_flags_come_with_their_words() -> None:
         ("--temperature", "--rollout-temperature"),
         ("--max-new-tokens", "--rollout-max-response-len"),
         ("--rollout_batch_size", "--rollout-batch-size"),
+        ("--use-tensorboard", "--tensorboard-dir"),
+        ("--debug-train-only", "--load-debug-rollout-data"),
     ],
 )
 def test_the_names_of_other_programs_lead_to_ours(word: str, flag: str) -> None:
