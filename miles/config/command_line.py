@@ -41,6 +41,9 @@ class CommandLine:
     """False where the file could not be read: what it says is missing here."""
 
 
+_HELP = ("-h", "--help", "--help-megatron", "--help-sglang", "--help-router")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of ``train.py``: our flags in their groups, and ``--config``."""
     parser = argparse.ArgumentParser(
@@ -148,7 +151,12 @@ def _digestible(argv: Sequence[str]) -> tuple[list[str], list[Problem]]:
     because argparse takes one such as ``-1e-5`` for an option otherwise.
     """
     specs = flag_specs(MilesConfig)
-    switches = {option for spec in specs if spec.off is not None for option in spec.options}
+    switches = {
+        option: f"takes no value; {spec.on} switches it on, {spec.off} switches it off"
+        for spec in specs
+        if spec.off is not None
+        for option in spec.options
+    }
     many = {spec.on for spec in specs if is_tuple(spec.annotation)}
     single = {spec.on for spec in specs if spec.off is None} - many | {"--config"}
     arguments: list[str] = []
@@ -159,8 +167,11 @@ def _digestible(argv: Sequence[str]) -> tuple[list[str], list[Problem]]:
         option, equals, value = token.partition("=")
         if token == "--":
             problems.append(Problem(token, " ".join(rest), "is not used here; leave it out"))
-        elif option in switches and equals:
-            problems.append(Problem(option, value, f"takes no value; write {option} alone"))
+        elif option in switches and (equals or (rest and not _is_option(rest[0]))):
+            words = [value] if equals else _values_of(True, rest)
+            problems.append(Problem(option, " ".join(words), switches[option]))
+        elif option in _HELP and equals:
+            problems.append(Problem(option, value, "takes no value; write it alone"))
         elif token in single | many:
             values = _values_of(token in many, rest)
             if values:

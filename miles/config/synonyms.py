@@ -9,6 +9,7 @@ _NAMES: dict[str, str] = {
     "--global-batch-size": "train-batch-size",
     "--hf-checkpoint": "model model-name model-name-or-path model-path pretrain",
     "--kl-loss-coef": "beta kl-beta",
+    "--load-debug-rollout-data": "debug-train-only train-only",
     "--load": "resume resume-from resume-from-checkpoint",
     "--lr": "learning-rate actor-learning-rate",
     "--lr-decay-style": "lr-scheduler lr-scheduler-type",
@@ -27,6 +28,7 @@ _NAMES: dict[str, str] = {
     "--rollout-top-k": "top-k",
     "--rollout-top-p": "top-p",
     "--run-dir": "log-dir logging-dir",
+    "--tensorboard-dir": "tb-dir tb-project-name use-tensorboard",
     "--save": "checkpoint-dir output-dir save-dir save-path",
     "--save-interval": "save-freq save-steps",
 }

@@ -92,6 +92,8 @@ def _choose_from(text: str, choices: Sequence[str]) -> str:
 
 
 def _to_text(text: str) -> str | Invalid:
+    if "\0" in text:
+        return Invalid(text, "must not hold a null character")
     return text if text else Invalid(text, "must not be empty; leave the flag out instead")
 
 

@@ -29,7 +29,7 @@ def check_hooks(config: MilesConfig) -> list[Problem]:
 def _fault(path: str, signature: Callable[..., Any]) -> str | None:
     try:
         function = load_function(path, signature)
-    except (PluginError, ImportError, SyntaxError) as error:
+    except PluginError as error:
         return str(error)
     return _unlike_a_data_source(path, function) if signature is data_source else None
 
@@ -66,7 +66,7 @@ def _tool_specs(config: MilesConfig) -> list[Problem]:
         return []
     try:
         specs = load_attribute(path)
-    except (PluginError, ImportError, SyntaxError) as error:
+    except PluginError as error:
         return [problem(config, "generate_tool_specs_path", remedy=str(error))]
     if isinstance(specs, list | tuple) and all(isinstance(spec, dict) for spec in specs):
         return []

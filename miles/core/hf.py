@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from miles.core import hf_weights, transformers_source
+from miles.core import hf_weights, places, transformers_source
 
 
 class CheckpointDirError(ValueError):
@@ -16,6 +16,9 @@ def check_config(path: str) -> None:
     """Raise ``CheckpointDirError`` unless ``path`` is a directory with a config that transformers
     knows."""
     folder = Path(path)
+    reason = places.reason_against_reading(folder)
+    if reason is not None:
+        raise CheckpointDirError(reason)
     if not folder.is_dir():
         raise CheckpointDirError(f"{path!r} is not a directory; names of a hub are not fetched")
     if not (folder / "config.json").is_file():

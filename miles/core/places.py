@@ -1,6 +1,7 @@
-"""What a directory is that a run is to write into."""
+"""Whether a place can be read, and what a directory is that a run is to write into."""
 
 import os
+import stat
 from pathlib import Path
 
 KERNEL_FOLDERS = (Path("/proc"), Path("/sys"))
@@ -27,6 +28,21 @@ def reason_against(directory: str) -> str | None:
     if not os.access(existing, os.W_OK | os.X_OK):
         return f"cannot be written: no permission in {existing}"
     return None
+
+
+def reason_against_reading(path: str | Path) -> str | None:
+    """Why the file or directory at ``path`` cannot be read; ``None``: it can, or nothing is there.
+
+    What follows may ask with ``Path.is_file`` and its like, which raise where this has a reason.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        return f"cannot be reached: {error}"
+    needed = os.R_OK | os.X_OK if stat.S_ISDIR(mode) else os.R_OK
+    return None if os.access(path, needed) else f"cannot be read: no permission for {path}"
 
 
 def lies_in_memory(directory: str) -> bool:

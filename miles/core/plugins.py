@@ -2,7 +2,9 @@
 
 import importlib
 import inspect
+import traceback
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 
@@ -15,15 +17,28 @@ def load_attribute(path: str) -> Any:
     module_name, _, attribute = path.replace(":", ".").rpartition(".")
     if not module_name:
         raise PluginError(f"{path!r} is not a dotted path (package.module.name)")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise PluginError(
-            f"cannot import {module_name!r} ({error}); is its folder on PYTHONPATH?"
-        ) from error
+    module = load_module(module_name)
     if not hasattr(module, attribute):
         raise PluginError(f"module {module_name!r} has no {attribute!r}")
     return getattr(module, attribute)
+
+
+def load_module(name: str) -> ModuleType:
+    """Import a user's module. ``PluginError`` says what it raised while it was loaded."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        reason = f"cannot import {name!r} ({error}); is its folder on PYTHONPATH?"
+        raise PluginError(reason) from error
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"importing {name!r} fails: {_told(error)}") from error
+
+
+def _told(error: BaseException) -> str:
+    """What was raised, and the line of the module at which it was."""
+    text = f"{type(error).__name__}: {error}"
+    lines = [f for f in traceback.extract_tb(error.__traceback__) if f.name == "<module>"]
+    return f"{text} ({lines[-1].filename}, line {lines[-1].lineno})" if lines else text
 
 
 def load_function(path: str, expected: Callable[..., Any]) -> Callable[..., Any]:

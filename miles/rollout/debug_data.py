@@ -14,6 +14,7 @@ import msgspec
 from miles.config.errors import ConfigError, Problem
 from miles.config.root import MilesConfig
 from miles.contracts.types import Group
+from miles.core.places import reason_against_reading
 from miles.rollout.sample_codec import groups_from_plain, groups_to_plain
 
 FORMAT = "miles rollout 1"
@@ -69,6 +70,9 @@ def path_of(template: str, rollout_id: int) -> Path:
 
 def _fault_of_file(path: Path) -> str | None:
     """Why the file is no recorded rollout: it is missing, or does not begin with the format."""
+    reason = reason_against_reading(path)
+    if reason is not None:
+        return reason
     if not path.is_file():
         return "there is no such file; record this rollout first"
     start = msgspec.msgpack.encode({"format": FORMAT})[1:]

@@ -15,6 +15,7 @@ import msgspec
 from miles.config.data import DataConfig
 from miles.config.errors import ConfigError, Problem
 from miles.core import logging
+from miles.core.places import reason_against_reading
 from miles.rollout import gym
 
 log = logging.get(__name__)
@@ -91,7 +92,12 @@ def check_spec(flag: str, spec: str) -> list[Problem]:
         return [] if unknown is None else [Problem(flag, spec, unknown)]
     path = Path(parsed.path)
     if path.suffix not in READERS:
-        return [Problem(flag, spec, f"give a file that ends in {' or '.join(READERS)}")]
+        kinds = " or ".join(READERS)
+        remedy = f"give a file that ends in {kinds}, or problems as {GYM_PREFIX}FAMILY"
+        return [Problem(flag, spec, remedy)]
+    reason = reason_against_reading(path)
+    if reason is not None:
+        return [Problem(flag, spec, reason)]
     if not path.is_file():
         return [Problem(flag, spec, "there is no such file")]
     return []
@@ -162,7 +168,10 @@ def _bad_rows(flag: str, spec: str, bad: Sequence[BadRow]) -> list[Problem]:
 
 
 def _read_jsonl(path: Path) -> list[Row | BadRow]:
-    content = path.read_bytes()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        return [BadRow("the file", f"cannot be read ({error}); copy it to where it can")]
     if content.startswith(_BOM):
         log.info("%s: the byte order mark in front of line 1 is not part of the data", path)
         content = content[len(_BOM) :]

@@ -188,7 +188,7 @@ def _unusable_spec(spec: Sequence[str] | None) -> list[Problem]:
         return [Problem("--spec", given, "takes a module and a name in it")]
     try:
         plugins.load_attribute(".".join(spec))
-    except (plugins.PluginError, ImportError, SyntaxError) as error:
+    except plugins.PluginError as error:
         return [Problem("--spec", given, str(error))]
     return []
 

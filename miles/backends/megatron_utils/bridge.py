@@ -4,7 +4,6 @@ A module with an attribute ``BRIDGE`` teaches the backend the model types it nam
 architecture flags and their table of checkpoint tensors.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from miles.backends.megatron_utils import architecture
 from miles.backends.megatron_utils.architecture import Flags
 from miles.backends.megatron_utils.converters import Converter, Family
-from miles.core import hf
+from miles.core import hf, plugins
 
 Spec = Sequence[str] | None
 """The words of ``--spec``."""
@@ -62,10 +61,9 @@ def _bridge(hf_config: Any, spec: Spec) -> Bridge | None:
     if not spec:
         return None
     try:
-        module = importlib.import_module(spec[0])
-    except ImportError as error:
-        reason = f"cannot import {spec[0]!r} ({error}); is its folder on PYTHONPATH?"
-        raise BridgeError(reason) from error
+        module = plugins.load_module(spec[0])
+    except plugins.PluginError as error:
+        raise BridgeError(str(error)) from error
     bridge = vars(module).get("BRIDGE")
     if bridge is None:
         return None

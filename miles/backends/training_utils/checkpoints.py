@@ -14,7 +14,7 @@ from typing import Any
 
 from miles.config import record
 from miles.config.errors import ConfigError, Problem
-from miles.core import logging
+from miles.core import logging, places
 
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
@@ -124,6 +124,7 @@ def resolve_load(load: str | None, *, announce: bool = True) -> Path | None:
     if load is None:
         return None
     folder = Path(load)
+    _refuse_unreadable(folder)
     if not folder.exists():
         if announce:
             log.info("--load %s does not exist yet: fresh start", load)
@@ -177,8 +178,11 @@ def first_rollout_id(load: str | None) -> int:
 
 
 def holds_steps(directory: str) -> bool:
-    """Whether ``directory`` looks like the place or a step of training checkpoints."""
+    """Whether ``directory`` looks like the place or a step of training checkpoints; one that
+    cannot be read does not."""
     folder = Path(directory)
+    if places.reason_against_reading(folder) is not None:
+        return False
     return (
         (folder / TRACKER).exists()
         or bool(_iterations(folder))
@@ -320,6 +324,12 @@ def _steps(folder: str | Path) -> str:
 
 def _replaced(final: Path) -> Path:
     return final.with_name(final.name + ".old")
+
+
+def _refuse_unreadable(load: Path) -> None:
+    reason = places.reason_against_reading(load)
+    if reason is not None:
+        raise _refused(load, reason)
 
 
 def _refused(load: str | Path, remedy: str) -> ConfigError:

@@ -11,6 +11,7 @@ from pathlib import Path
 from miles.backends.training_utils.checkpoints import first_rollout_id
 from miles.config.errors import ConfigError, Problem
 from miles.config.root import MilesConfig
+from miles.core.places import reason_against_reading
 
 METADATA = {"format": "pt", "written_by": "miles"}
 """In the header of an export's every safetensors file; ``format`` is what transformers asks for."""
@@ -25,8 +26,9 @@ def reason_against_replacing(directory: str | Path) -> str | None:
     """Why an export must not take the place of what is there; ``None``: nothing is, or another
     export."""
     folder = Path(directory)
-    if not folder.exists():
-        return None
+    reason = reason_against_reading(folder)
+    if reason is not None or not folder.exists():
+        return reason
     if not folder.is_dir():
         return "is a file; give a directory"
     if not any(folder.iterdir()):

@@ -1,4 +1,4 @@
-"""Engines that were launched elsewhere (``--rollout-external``)."""
+"""Engines that were launched elsewhere (``--rollout-external``), and a router that was."""
 
 from miles.config.errors import Problem
 from miles.config.root import MilesConfig
@@ -30,6 +30,18 @@ def addresses_are_complete(config: MilesConfig, given: Given) -> list[Problem]:
     return problems
 
 
+def router_is_a_host(config: MilesConfig, given: Given) -> list[Problem]:
+    """Its port has a flag of its own."""
+    host = config.rollout.sglang_router_ip
+    if host is None:
+        return []
+    ipv6 = host.count(":") > 1 and not host.startswith("[")
+    if split_address(f"[{host}]:1" if ipv6 else f"{host}:1") is not None:
+        return []
+    remedy = "must be the address or name of a machine, without http:// and port"
+    return [problem(config, "sglang_router_ip", remedy=remedy)]
+
+
 def external_engines_keep_their_devices(config: MilesConfig, given: Given) -> list[Problem]:
     """Their devices are not the trainer's, and their memory is theirs."""
     if not config.rollout.rollout_external:
@@ -50,5 +62,6 @@ def external_engines_keep_their_devices(config: MilesConfig, given: Given) -> li
 EXTERNAL_CHECKS: tuple[Check, ...] = (
     addresses_are_given,
     addresses_are_complete,
+    router_is_a_host,
     external_engines_keep_their_devices,
 )

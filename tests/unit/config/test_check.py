@@ -427,6 +427,15 @@ CASES: list[tuple[Check, str, tuple[str, ...], tuple[str, ...]]] = [
         (*EXTERNAL, "a.b:1"),
         (),
     ),
+    *(
+        (
+            external.router_is_a_host,
+            "--sglang-router-ip",
+            ("--sglang-router-ip", host, "--sglang-router-port", "3000"),
+            (),
+        )
+        for host in ("http://10.0.0.1", "10.0.0.1:3000", "a b")
+    ),
     (
         external.external_engines_keep_their_devices,
         "--rollout-external, --colocate",
@@ -523,6 +532,14 @@ def test_engines_launched_elsewhere_need_no_gpus_of_the_job(resolved: Resolved) 
     assert check(config, given) == []
     assert config.cluster.rollout_num_gpus == 8
     assert given >= {"rollout_external", "rollout_external_engine_addrs"}
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "router-0.lan", "::1", "[fe80::1]"])
+def test_a_router_may_be_named_in_every_way_of_naming_a_machine(
+    resolved: Resolved, host: str
+) -> None:
+    config, given = resolved("--sglang-router-ip", host, "--sglang-router-port", "3000")
+    assert check(config, given) == []
 
 
 def test_a_supervised_run_needs_neither_engines_nor_rewards(resolved: Resolved) -> None:

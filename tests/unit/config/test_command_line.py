@@ -99,6 +99,7 @@ def test_an_unknown_key_names_the_file_and_the_nearest_flag(tmp_path: Path) -> N
         ("eval_prompt_data: {a: b}", "--eval-prompt-data", "a list, not a mapping"),
         ("rollout_stop: [x, {a: b}]", "--rollout-stop", "one value, not a mapping"),
         ("save: {a: b}", "--save", "one value, not a mapping"),
+        ('save: "a\\0b"', "--save", "null character"),
         ("config: other.yaml", "--config", "has no place in a file"),
         ("train_env_vars: {when: 2024-01-01}", "--train-env-vars", "not JSON serializable"),
     ],
@@ -200,6 +201,8 @@ def test_all_unknown_flags_come_with_their_words() -> None:
         ("--temperature", "--rollout-temperature"),
         ("--max-new-tokens", "--rollout-max-response-len"),
         ("--rollout_batch_size", "--rollout-batch-size"),
+        ("--use-tensorboard", "--tensorboard-dir"),
+        ("--debug-train-only", "--load-debug-rollout-data"),
     ],
 )
 def test_the_names_of_other_programs_lead_to_ours(word: str, flag: str) -> None:
@@ -214,9 +217,28 @@ def test_synonyms_are_no_flags_and_stand_for_flags() -> None:
 
 
 def test_a_stray_word_is_not_swallowed() -> None:
-    (foreign,) = read_command_line(["--colocate", "yes"]).foreign
-    assert foreign.name == "yes"
+    (foreign,) = read_command_line(["--lr", "1e-6", "1e-5"]).foreign
+    assert foreign.name == "1e-5"
     assert "belongs to no flag" in unknown_flag(foreign).remedy
+
+
+@pytest.mark.parametrize(
+    "argv", [["--use-kl-loss=false"], ["--use-kl-loss", "false"], ["--no-use-kl-loss", "false"]]
+)
+def test_a_switch_with_a_value_is_told_its_opposite(argv: list[str]) -> None:
+    """Whoever writes ``false`` must not be told to write the switch alone, which is true."""
+    line = read_command_line([*argv, "--seed", "7"])
+    (problem,) = line.problems
+    assert (problem.flag, problem.value) == (argv[0].partition("=")[0], "false")
+    assert "--use-kl-loss switches it on, --no-use-kl-loss switches it off" in problem.remedy
+    assert not line.foreign
+    assert line.config.algorithm.seed == 7
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help", "--help-sglang"])
+def test_help_with_a_value_hides_no_other_problem(flag: str) -> None:
+    line = read_command_line([f"{flag}=lr", "--seed", "x"])
+    assert [p.flag for p in line.problems] == [flag, "--seed"]
 
 
 def test_flags_are_not_abbreviated() -> None:

@@ -53,6 +53,8 @@ def user_code(tmp_path_factory: pytest.TempPathFactory) -> Any:
     (folder / "user_hooks.py").write_text(CODE)
     (folder / "user_broken.py").write_text("def f(:\n")
     (folder / "user_needs.py").write_text("import a_package_that_is_not_there\n")
+    (folder / "user_unset.py").write_text("import os\nHOST = os.environ['UNSET_BY_ALL']\n")
+    (folder / "user_program.py").write_text("import sys\n\nsys.exit(3)\n")
     patch = pytest.MonkeyPatch()
     patch.syspath_prepend(str(folder))
     yield
@@ -84,6 +86,9 @@ def test_hooks_that_match_their_signature_are_accepted() -> None:
         ("custom_rm_path", "user_absent.reward", "PYTHONPATH"),
         ("custom_rm_path", "user_needs.reward", "a_package_that_is_not_there"),
         ("custom_rm_path", "user_broken.f", "invalid syntax"),
+        ("custom_rm_path", "user_unset.f", "user_unset.py, line 2)"),
+        ("custom_rm_path", "user_program.f", "user_program.py, line 3)"),
+        ("generate_tool_specs_path", "user_program.TOOLS", "SystemExit: 3"),
         ("custom_generate_function_path", "user_hooks.not_async", "must be async"),
         ("data_source_path", "user_hooks.Empty", "lacks __len__, next, state_dict"),
         ("data_source_path", "user_hooks.NextTakesNothing", "NextTakesNothing.next' has signature"),

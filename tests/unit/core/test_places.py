@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from miles.core import places
-from miles.core.places import reason_against
+from miles.core.places import reason_against, reason_against_reading
 
 
 def test_a_directory_that_is_there_or_can_be_made_is_fine(tmp_path: Path) -> None:
@@ -30,6 +30,30 @@ def test_the_kernels_own_folders_take_no_files(tmp_path: Path) -> None:
         assert reason is not None
         assert "which holds no files of users" in reason
     assert reason_against("/dev/shm") is None
+
+
+def test_what_can_be_read_or_is_not_there_has_no_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path, tmp_path / "file", tmp_path / "none", tmp_path / "file" / "below"):
+        assert reason_against_reading(place) is None
+
+
+def test_what_cannot_be_asked_for_has_one(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for place in (tmp_path / "loop", tmp_path / ("a" * 300)):
+        assert "cannot be reached" in (reason_against_reading(place) or "")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_place_without_permission_has_one(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    (closed / "inner").mkdir(parents=True)
+    (tmp_path / "file").touch(mode=0)
+    closed.chmod(0)
+    assert "no permission" in (reason_against_reading(closed) or "")
+    assert "no permission" in (reason_against_reading(tmp_path / "file") or "")
+    assert "Permission denied" in (reason_against_reading(closed / "inner") or "")
+    closed.chmod(0o700)
 
 
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no file system in memory here")

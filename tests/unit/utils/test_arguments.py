@@ -232,6 +232,33 @@ def test_a_missing_prompt_file_and_a_bad_slice_are_refused(valid: list[str]) -> 
     assert flags_of([*valid, "--prompt-data", "train.jsonl@[a:b]"]) == {"--prompt-data"}
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--prompt-data", "{place}.jsonl"),
+        ("--eval-prompt-data", "held-out", "{place}.jsonl", "--eval-interval", "1"),
+        ("--hf-checkpoint", "{place}"),
+        ("--ref-load", "{place}", "--use-kl-loss"),
+        ("--load", "{place}"),
+        ("--load-debug-rollout-data", "{place}-{{rollout_id}}"),
+        ("--save-hf", "{place}", "--save", "ckpt"),
+    ],
+)
+def test_a_place_that_cannot_be_asked_for_is_refused_and_hides_nothing(
+    valid: list[str], tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """Without permission it is the same, which a test as root cannot show."""
+    place = tmp_path / ("a" * 300)
+    given = [word.format(place=place) for word in flags]
+    assert flags_of([*valid, *given, "--clip-grad", "-1"]) == {flags[0], "--clip-grad"}
+
+
+def test_a_prompt_file_that_cannot_be_read_is_refused(valid: list[str], tmp_path: Path) -> None:
+    (tmp_path / "broken.jsonl").symlink_to("/proc/self/mem")
+    with pytest.raises(ConfigError, match=r"--prompt-data = .*\n.*Input/output error"):
+        read_config([*valid, "--prompt-data", str(tmp_path / "broken.jsonl")])
+
+
 def test_a_sentinel_without_save_is_refused(valid: list[str]) -> None:
     with pytest.raises(
         ConfigError, match="--save-trigger-sentinel = 'f': applies only with --save"

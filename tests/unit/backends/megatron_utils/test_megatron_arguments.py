@@ -296,8 +296,15 @@ def test_a_family_that_needs_a_spec_gets_it_even_beside_given_flags(
         assert argv[spec + 1 : spec + 3] == ("os.path", "join")
 
 
-@pytest.mark.parametrize("words", [("nowhere.at_all", "spec"), ("os.path", "nothing"), ("os",)])
-def test_a_spec_that_cannot_be_imported_is_refused(line: Line, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [("nowhere.at_all", "spec"), ("os.path", "nothing"), ("os",), ("raises_when_loaded", "spec")],
+)
+def test_a_spec_that_cannot_be_imported_is_refused(
+    line: Line, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "raises_when_loaded.py").write_text("raise ValueError('no such layer')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
     assert list(problems(line("--spec", *words))) == ["--spec"]
 
 
