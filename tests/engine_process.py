@@ -69,11 +69,13 @@ def launch(model: Path, folder: Path, *options: str, parent: int | None = None) 
     return _start("miles.backends.embedded.server", arguments, folder, parent)
 
 
-def launch_sglang(model: Path, folder: Path, parent: int | None = None) -> EngineProcess:
-    """Start released SGLang as a job does."""
+def launch_sglang(
+    model: Path, folder: Path, *options: str, parent: int | None = None
+) -> EngineProcess:
+    """Start released SGLang as a job does, with more options of its own."""
     config = MilesConfig()
     config = replace(config, rollout=replace(config.rollout, hf_checkpoint=str(model)))
-    arguments = server_arguments(config, index=0, num_engines=1)
+    arguments = (*server_arguments(config, index=0, num_engines=1), *options)
     return _start("miles.backends.sglang_utils.server", arguments, folder, parent)
 
 

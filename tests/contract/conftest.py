@@ -1,7 +1,9 @@
 """Engines that the contract tests share."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,26 +13,40 @@ ENGINE_ROWS = 20
 """Sequences that the shared engine runs at once: few, so that tests fill it."""
 
 
-def write_sharp_model(path: Path, seed: int) -> Path:
-    """A tiny fp32 model whose greedy text varies and whose weights show in every log-prob: a
-    freshly initialised one repeats a token at nearly uniform probabilities."""
-    from transformers import AutoModelForCausalLM
+@dataclass(frozen=True)
+class SharpModels:
+    """Tiny models whose greedy text varies and whose weights show in every log-prob: a freshly
+    initialised one repeats a token at nearly uniform probabilities."""
 
-    from scripts.made_models import make_qwen3
+    tolerance: float
+    """Of log-probs, between an engine and transformers in fp32."""
+    sizes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """As ``make_qwen3`` takes them."""
 
-    make_qwen3(path, tied=False, seed=seed)
-    model = AutoModelForCausalLM.from_pretrained(path)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.data.mul_(4)
-    model.save_pretrained(path)
-    return path
+    def write(self, path: Path, seed: int) -> Path:
+        from transformers import AutoModelForCausalLM
+
+        from scripts.made_models import make_qwen3
+
+        make_qwen3(path, tied=False, seed=seed, **self.sizes)
+        model = AutoModelForCausalLM.from_pretrained(path)
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.data.mul_(4)
+        model.save_pretrained(path)
+        return path
 
 
 @pytest.fixture(scope="session")
-def engine_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sharp() -> SharpModels:
+    """In fp32."""
+    return SharpModels(tolerance=1e-5)
+
+
+@pytest.fixture(scope="session")
+def engine_model(sharp: SharpModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory that the shared engines serve."""
-    return write_sharp_model(tmp_path_factory.mktemp("models") / "sharp", seed=0)
+    return sharp.write(tmp_path_factory.mktemp("models") / "sharp", seed=0)
 
 
 @pytest.fixture(scope="session")

@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from miles.contracts.engine import PauseMode
 from miles.contracts.types import NamedTensor
+from miles.core import device
 from miles.rollout.engine_client import EngineClient
 from miles.rollout.engine_set import HttpEngineSet
 from miles.weight_sync.colocated import ColocatedTransport
 from miles.weight_sync.session import WeightSync
-from tests.contract.conftest import write_sharp_model
+from tests.contract.conftest import SharpModels
 from tests.engine_process import Answer, get, post, running_requests, wait_for, wait_idle
 
 PROMPT = [5, 17, 30, 9]
@@ -31,7 +32,7 @@ ENDLESS = 1900
 
 @pytest.fixture(scope="module")
 def model(engine_model: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(engine_model).eval()
+    return AutoModelForCausalLM.from_pretrained(engine_model, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,13 @@ def generate(url: str, ids: list[int] = PROMPT, rid: str | None = None, **params
     return answer.json
 
 
+def greedy_once_more(url: str, count: int, **params: Any) -> Any:
+    """The answer to a greedy request that is computed as the one before was: keys and values that
+    are there still come from other kernels, and in bf16 a token may turn out otherwise."""
+    wait_idle(url)
+    return generate(url, temperature=0, max_new_tokens=count, **params)
+
+
 def greedy(url: str, count: int, **params: Any) -> list[int]:
     params = {"ignore_eos": True, **params}
     return generate(url, temperature=0, max_new_tokens=count, **params)["output_ids"]
@@ -90,6 +98,13 @@ def reference_log_probs(model: Any, ids: list[int], temperature: float) -> torch
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([ids])).logits[0]
     return torch.log_softmax(logits.float() / temperature, -1)
+
+
+def assert_greedy(model: Any, prompt: list[int], ids: list[int], tolerance: float) -> None:
+    """Each token is the likeliest after those before it, as far as the arithmetic tells."""
+    reference = reference_log_probs(model, prompt + ids, 1.0)[len(prompt) - 1 : -1]
+    chosen = reference.gather(1, torch.tensor(ids)[:, None])[:, 0]
+    torch.testing.assert_close(chosen, reference.max(-1).values, atol=tolerance, rtol=0)
 
 
 def finish(sample: Any) -> str:
@@ -115,7 +130,7 @@ def test_an_answer_has_the_fields_of_the_protocol(url: str, tokenizer: Any) -> N
 
 
 def test_greedy_tokens_equal_transformers_in_a_batch_of_different_lengths(
-    url: str, threads: ThreadPoolExecutor, model: Any
+    url: str, threads: ThreadPoolExecutor, model: Any, sharp: SharpModels
 ) -> None:
     prompts = [[*[5, 17, 30, 9, 22, 41][: 1 + i % 6], 7 + i] for i in range(12)]
     answers = list(
@@ -125,14 +140,12 @@ def test_greedy_tokens_equal_transformers_in_a_batch_of_different_lengths(
         )
     )
     for ids, answer in zip(prompts, answers, strict=True):
-        whole = ids + answer["output_ids"]
-        best = reference_log_probs(model, whole, 1.0).argmax(-1).tolist()
-        assert answer["output_ids"] == best[len(ids) - 1 : -1]
+        assert_greedy(model, ids, answer["output_ids"], sharp.tolerance)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_are_those_of_transformers_at_the_temperature(
-    url: str, model: Any, temperature: float
+    url: str, model: Any, sharp: SharpModels, temperature: float
 ) -> None:
     samples = generate(
         url, temperature=temperature, top_p=0.9, top_k=40, max_new_tokens=24, n=3, ignore_eos=True
@@ -142,7 +155,7 @@ def test_log_probs_are_those_of_transformers_at_the_temperature(
         reference = reference_log_probs(model, PROMPT + ids, temperature)
         expected = reference[len(PROMPT) - 1 : -1].gather(1, torch.tensor(ids)[:, None])[:, 0]
         found = torch.tensor([entry[0] for entry in sample["meta_info"]["output_token_logprobs"]])
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(found, expected, atol=sharp.tolerance, rtol=0)
 
 
 def test_n_samples_come_as_a_list_and_differ(url: str) -> None:
@@ -160,6 +173,7 @@ def test_without_return_logprob_none_are_sent(url: str) -> None:
 def test_text_can_be_the_prompt(url: str, tokenizer: Any) -> None:
     params = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
     answer = post(url, "/generate", {"text": "12=", "sampling_params": params})
+    wait_idle(url)
     ids = tokenizer("12=")["input_ids"]
     assert answer.json["output_ids"] == generate(url, ids, **params)["output_ids"]
 
@@ -169,7 +183,7 @@ def test_a_stop_token_ends_the_output_and_is_part_of_it(url: str, tokenizer: Any
     stop = free[10]
     end = free.index(stop)
     assert end > 2
-    answer = generate(url, temperature=0, max_new_tokens=30, stop_token_ids=[stop])
+    answer = greedy_once_more(url, 30, stop_token_ids=[stop])
     assert answer["output_ids"] == free[: end + 1]
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
     assert answer["text"] == tokenizer.decode(free[:end], skip_special_tokens=True)
@@ -180,15 +194,14 @@ def test_a_stop_string_over_several_tokens_ends_the_output(url: str, tokenizer: 
     text = tokenizer.decode(free, skip_special_tokens=True)
     stop = text[8:11]
     assert len(stop) == 3
-    params: dict[str, Any] = {"temperature": 0, "max_new_tokens": 30, "ignore_eos": True}
-    answer = generate(url, stop=["never there", stop], **params)
+    answer = greedy_once_more(url, 30, stop=["never there", stop], ignore_eos=True)
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
     assert answer["text"] == text[: text.index(stop)]
     count = len(answer["output_ids"])
     assert answer["output_ids"] == free[:count]
     assert stop in tokenizer.decode(free[:count])
     assert stop not in tokenizer.decode(free[: count - 1])
-    kept = generate(url, stop=stop, no_stop_trim=True, **params)
+    kept = greedy_once_more(url, 30, stop=stop, no_stop_trim=True, ignore_eos=True)
     assert kept["text"] == text[: text.index(stop) + 3]
 
 
@@ -217,7 +230,7 @@ def test_abort_all_ends_everything_and_the_engine_goes_on(
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_a_paused_request_goes_on_as_if_nothing_had_happened(
-    url: str, threads: ThreadPoolExecutor, model: Any, mode: str
+    url: str, threads: ThreadPoolExecutor, model: Any, sharp: SharpModels, mode: str
 ) -> None:
     future = start_long(url, threads)
     assert post(url, "/pause_generation", {"mode": mode}).status == 200
@@ -230,8 +243,7 @@ def test_a_paused_request_goes_on_as_if_nothing_had_happened(
     assert finish(sample) == "length"
     ids = sample["output_ids"]
     assert len(ids) == LONG
-    best = reference_log_probs(model, PROMPT + ids, 1.0).argmax(-1).tolist()
-    assert ids == best[len(PROMPT) - 1 : -1]
+    assert_greedy(model, PROMPT, ids, sharp.tolerance)
     assert queued.result() == ids[:4]
 
 
@@ -275,10 +287,10 @@ def test_a_response_reports_the_version_that_finished_it(
 
 
 def test_weights_from_disk_change_what_is_generated(
-    url: str, engine_model: Path, tmp_path: Path
+    url: str, engine_model: Path, sharp: SharpModels, tmp_path: Path
 ) -> None:
-    other = write_sharp_model(tmp_path / "other", seed=7)
-    theirs = AutoModelForCausalLM.from_pretrained(other)
+    other = sharp.write(tmp_path / "other", seed=7)
+    theirs = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
     outputs: list[list[int]] = []
     for path in (other, engine_model):
         post(url, "/pause_generation", {"mode": "abort"})
@@ -287,17 +299,16 @@ def test_weights_from_disk_change_what_is_generated(
         assert answer.json["success"], answer.body
         post(url, "/continue_generation")
         outputs.append(greedy(url, 12))
-    best = reference_log_probs(theirs, PROMPT + outputs[0], 1.0).argmax(-1).tolist()
-    assert outputs[0] == best[len(PROMPT) - 1 : -1]
+    assert_greedy(theirs, PROMPT, outputs[0], sharp.tolerance)
     assert outputs[0] != outputs[1]
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
 def test_after_an_update_a_known_prompt_is_read_by_the_new_weights(
-    url: str, engine_model: Path, tmp_path: Path, mode: PauseMode
+    url: str, engine_model: Path, sharp: SharpModels, tmp_path: Path, mode: PauseMode
 ) -> None:
     """Its keys and values of before are those of the old ones."""
-    other = write_sharp_model(tmp_path / "other", seed=7)
+    other = sharp.write(tmp_path / "other", seed=7)
     prompt = [5 + i % 40 for i in range(64)]
     how: dict[str, Any] = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
     generate(url, prompt, **how)
@@ -310,18 +321,22 @@ def test_after_an_update_a_known_prompt_is_read_by_the_new_weights(
         sample = generate(url, prompt, **how)
     finally:
         push_weights(url, engine_model, mode)
-    ids, theirs = sample["output_ids"], AutoModelForCausalLM.from_pretrained(other)
+    ids, theirs = (
+        sample["output_ids"],
+        AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32),
+    )
     expected = reference_log_probs(theirs, prompt + ids, 1.0)[len(prompt) - 1 : -1]
     expected = expected.gather(1, torch.tensor(ids)[:, None])[:, 0]
     found = torch.tensor([entry[0] for entry in sample["meta_info"]["output_token_logprobs"]])
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(found, expected, atol=10 * sharp.tolerance, rtol=0)
 
 
 def push_weights(url: str, model: Path, mode: PauseMode) -> None:
     engines = HttpEngineSet((url,), timeout_s=60)
     transport = ColocatedTransport(timeout_s=60)
     sync = WeightSync(lambda _: transport, max_bytes=2**20, pause_mode=mode)
-    weights = load_file(model / "model.safetensors").items()
+    where = str(device.current_device())
+    weights = load_file(model / "model.safetensors", device=where).items()
     sync.push(engines, [NamedTensor(name=name, tensor=tensor) for name, tensor in weights])
     engines.close()
 

@@ -25,14 +25,14 @@ from miles.backends.embedded.protocol import (
 from miles.backends.embedded.requests import Request
 from miles.weight_sync.checksums import checksum
 from scripts.made_models import make_qwen3_moe
-from tests.contract.conftest import write_sharp_model
+from tests.contract.conftest import SharpModels
 
 Outcome = tuple[Request, Exception | None]
 
 
 @pytest.fixture(scope="module")
 def sharp_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_sharp_model(tmp_path_factory.mktemp("models") / "sharp", seed=1)
+    return SharpModels(tolerance=0.0).write(tmp_path_factory.mktemp("models") / "sharp", seed=1)
 
 
 @pytest.fixture
