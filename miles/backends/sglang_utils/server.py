@@ -52,13 +52,18 @@ def answers(url: str) -> bool:
         return False
 
 
+_ending = threading.Lock()
+
+
 def end(status: int) -> None:
     """End this process and all that it started, at once.
 
-    SGLang's own shutdown waits for requests in flight, which a paused engine never finishes.
+    SGLang's own shutdown waits for requests in flight, which a paused engine never finishes. The
+    first reason counts: children that are killed here must not look like a failure elsewhere.
     """
     import psutil
 
+    _ending.acquire()
     for child in psutil.Process().children(recursive=True):
         try:
             child.kill()
