@@ -4,11 +4,17 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from miles.config.errors import ConfigError
-from miles.config.root import MilesConfig
-from miles.core import owned
-from miles.core.console import RunConsole, until_output_closes
-from miles.utils.arguments import parse_args
+try:
+    from miles.config.errors import ConfigError
+    from miles.config.root import MilesConfig
+    from miles.core import owned
+    from miles.core.console import RunConsole, until_output_closes
+    from miles.utils.arguments import parse_args
+except ModuleNotFoundError as error:
+    sys.exit(
+        f"error: {sys.executable} does not have what Miles needs ({error}): run make install, and "
+        "then .venv/bin/python train.py"
+    )
 
 
 async def train(config: MilesConfig) -> None:

@@ -14,6 +14,7 @@ from miles.core.console import RunConsole
 from miles.core.tracking import METRICS_FILE, MetricsError, read_metrics
 
 PICTURE_FILE = "reward.png"
+COMPARISON = "comparison.png"
 REWARD = "rollout/raw_reward"
 LOSS = "train/loss"
 SMOOTHING_WINDOW = 10
@@ -41,8 +42,9 @@ def smooth(values: Sequence[float], window: int = SMOOTHING_WINDOW) -> list[floa
     return [statistics.fmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
-def draw_reward(run_dir: Path, title: str | None = None) -> Path | None:
-    """Write ``reward.png``; ``None`` when the run recorded no reward."""
+def draw_reward(run_dir: Path, path: Path | None = None) -> Path | None:
+    """Write ``reward.png`` into the run's directory, or ``path``; ``None`` when the run recorded no
+    reward."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -61,11 +63,12 @@ def draw_reward(run_dir: Path, title: str | None = None) -> Path | None:
         axes.plot(*series(rows, name), color=color, marker="o", markersize=4, label=name)
     axes.set_xlabel("rollouts")
     axes.set_ylabel("mean reward")
-    axes.set_title(title or run_dir.name)
+    axes.set_title(run_dir.name)
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
     figure.tight_layout()
-    path = run_dir / PICTURE_FILE
+    path = path or run_dir / PICTURE_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return path
@@ -124,7 +127,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
     parser.add_argument(
-        "--picture", type=Path, default=Path("comparison.png"), help="where the comparison goes"
+        "--picture",
+        type=Path,
+        help=f"where it goes; default: {PICTURE_FILE} in RUN_DIR, of several {COMPARISON} here",
     )
     arguments = parser.parse_args(argv)
     for run_dir in arguments.run_dirs:
@@ -135,19 +140,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     except MetricsError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except OSError as error:
+        reason = f"{error.filename or arguments.picture}: {error.strerror}"
+        remedy = "name a file that can be written with --picture"
+        print(f"{parser.prog}: the picture cannot be written: {reason}; {remedy}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
-def _report(run_dirs: Sequence[Path], comparison: Path) -> None:
+def _report(run_dirs: Sequence[Path], picture_file: Path | None) -> None:
     console = RunConsole(0)
     for run_dir in run_dirs:
         if len(run_dirs) > 1:
             console.say(str(run_dir))
         summarize(run_dir, console)
     if len(run_dirs) > 1:
-        picture = draw_comparison({str(run_dir): run_dir for run_dir in run_dirs}, comparison)
+        runs = {str(run_dir): run_dir for run_dir in run_dirs}
+        picture = draw_comparison(runs, picture_file or Path(COMPARISON))
     else:
         (run_dir,) = run_dirs
-        picture = draw_reward(run_dir)
+        picture = draw_reward(run_dir, picture_file)
     if picture is not None:
         console.say(f"picture: {picture}")
 

@@ -16,12 +16,14 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from miles.core.tracking import read_metrics
-from miles.utils.external_utils.command_utils import FlagValue, delete_run, run_train
+from miles.utils.external_utils.command_utils import FlagValue, delete_run, require_flags, run_train
 from scripts import reverse_digits
 from scripts.made_models import make_qwen3
 
 TARGET = 0.85
 LAST = 25
+DATA, WARM_MODEL = "data", "warm-model"
+"""What the warm-up makes, in the folder of the demo."""
 
 Backend = Literal["fsdp", "megatron"]
 Engine = Literal["embedded", "sglang"]
@@ -69,7 +71,7 @@ def shared_flags(demo: Demo) -> dict[str, FlagValue]:
 def warm_up(demo: Demo, folder: Path) -> Path:
     """Write the data and take a few supervised steps; returns the exported model."""
     reverse_digits.write_data(
-        folder / "data",
+        folder / DATA,
         demo.seed,
         num_supervised=128 * demo.num_warm_up,
         num_train=6400,
@@ -83,12 +85,12 @@ def warm_up(demo: Demo, folder: Path) -> Path:
         head_dim=32,
         seed=demo.seed,
     )
-    export = folder / "warm-model"
+    export = folder / WARM_MODEL
     flags: dict[str, FlagValue] = {
         **shared_flags(demo),
         "loss-type": "sft_loss",
         "hf-checkpoint": model,
-        "prompt-data": folder / "data" / "supervised.jsonl",
+        "prompt-data": folder / DATA / "supervised.jsonl",
         "rollout-batch-size": 128,
         "micro-batch-size": 64,
         "num-rollout": demo.num_warm_up,
@@ -101,6 +103,11 @@ def warm_up(demo: Demo, folder: Path) -> Path:
     return export
 
 
+def made(folder: Path) -> list[Path]:
+    """What the warm-up leaves in ``folder`` for the command line of ``train.py``."""
+    return [folder / DATA, folder / WARM_MODEL]
+
+
 def reinforcement_flags(demo: Demo, folder: Path, model: Path) -> dict[str, FlagValue]:
     """The command line of ``train.py``, with the data in ``folder``."""
     return {
@@ -109,7 +116,7 @@ def reinforcement_flags(demo: Demo, folder: Path, model: Path) -> dict[str, Flag
         "rollout-engine": demo.rollout_engine,
         "deterministic-rollout": demo.rollout_engine == "embedded",
         "hf-checkpoint": model,
-        "prompt-data": folder / "data" / "train.jsonl",
+        "prompt-data": folder / DATA / "train.jsonl",
         "custom-rm-path": "scripts.reverse_digits.reward",
         "rollout-batch-size": 32,
         "n-samples-per-prompt": 16,
@@ -124,7 +131,7 @@ def reinforcement_flags(demo: Demo, folder: Path, model: Path) -> dict[str, Flag
         "disable-grpo-std-normalization": True,
         "entropy-coef": 0.01,
         "eval-interval": 50,
-        "eval-prompt-data": ["greedy", folder / "data" / "eval.jsonl"],
+        "eval-prompt-data": ["greedy", folder / DATA / "eval.jsonl"],
         "eval-temperature": 0.0,
         "check-weight-update-equal": True,
         "save": folder / "checkpoints",
@@ -144,6 +151,9 @@ def main(demo: Demo) -> int:
     prefix = "" if demo.train_backend == "fsdp" else f"{demo.train_backend}-"
     prefix += "" if demo.rollout_engine == "embedded" else f"{demo.rollout_engine}-"
     folder = demo.run_dir.resolve() / f"{prefix}seed-{demo.seed}"
+    # What train.py would refuse must cost neither the warm-up nor the demo that was there.
+    warm = folder / WARM_MODEL
+    require_flags(reinforcement_flags(demo, folder, warm), made(folder))
     if folder.exists():
         print(f"replacing the demo that was there: {folder}", flush=True)
         delete_run(folder)

@@ -22,9 +22,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from miles.core.tracking import METRICS_FILE
 from miles.report import draw_comparison
 from miles.utils.arguments import parse_args
-from miles.utils.external_utils.command_utils import FlagValue, delete_run, run_train, to_argv
+from miles.utils.external_utils.command_utils import (
+    FlagValue,
+    delete_run,
+    require_flags,
+    run_train,
+    to_argv,
+)
 from scripts import run_demo_cpu, run_smollm2_135m_cpu
-from scripts.run_demo_cpu import Backend, Demo
+from scripts.run_demo_cpu import WARM_MODEL, Backend, Demo
 from scripts.run_smollm2_135m_cpu import SmolLM2
 
 BACKENDS: tuple[Backend, ...] = ("fsdp", "megatron")
@@ -42,8 +48,8 @@ class Comparison:
     """Rollouts; the first of the two runs must have had as many, for curves that compare."""
     num_ranks: int = 2
     """Trainer ranks."""
-    tensor_model_parallel_size: int = 2
-    """Of the Megatron run; 1 is data parallelism, which FSDP always has."""
+    tensor_model_parallel_size: int | None = None
+    """Of the Megatron run, 2 if not given; 1 is data parallelism, which FSDP always has."""
     seed: int = 0
     """Seed of data, sampling and training, and of the demo's model."""
     folder: Path = Path("runs/mcore-fsdp")
@@ -69,11 +75,12 @@ def flags(recipe: Comparison, start: Path, model: Path) -> dict[str, FlagValue]:
         "save": run_dir / "checkpoints",
         "run-dir": run_dir,
     }
-    if recipe.train_backend == "megatron" and recipe.tensor_model_parallel_size > 1:
-        found |= {
-            "tensor-model-parallel-size": recipe.tensor_model_parallel_size,
-            "sequence-parallel": True,
-        }
+    tensor = recipe.tensor_model_parallel_size
+    if tensor is None and recipe.train_backend == "megatron":
+        tensor = 2
+    # Also what is given to FSDP, which refuses it.
+    if tensor is not None and tensor != 1:
+        found |= {"tensor-model-parallel-size": tensor, "sequence-parallel": tensor > 1 or None}
     return found
 
 
@@ -100,11 +107,19 @@ def main(recipe: Comparison) -> int:
             file=sys.stderr,
         )
         return 2
+    size = recipe.tensor_model_parallel_size
+    if size is not None and size < 1:
+        # Megatron's own flags are only read once there is a model.
+        print(f"--tensor-model-parallel-size {size}: must be at least 1", file=sys.stderr)
+        return 2
     start = folder / f"start-seed-{recipe.seed}"
     model = recipe.hf_checkpoint
     if model is None:
-        warm = start / "warm-model"
-        model = warm if warm.is_dir() else run_demo_cpu.warm_up(demo_of(recipe), start)
+        warm = start / WARM_MODEL
+        if not warm.is_dir():
+            require_flags(flags(recipe, start, warm), run_demo_cpu.made(start))
+            run_demo_cpu.warm_up(demo_of(recipe), start)
+        model = warm
     given = flags(recipe, start, model.resolve())
     # What train.py would refuse must not cost the earlier run.
     parse_args(to_argv(given))

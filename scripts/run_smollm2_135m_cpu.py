@@ -117,7 +117,7 @@ def summary(run_dir: Path) -> str:
 
 def main(recipe: SmolLM2) -> int:
     target = place(recipe.dtype)
-    require_flags(flags(recipe, target), target)
+    require_flags(flags(recipe, target), [target])
     try:
         model = prepare(recipe.dtype)
     except FetchError as error:

@@ -74,7 +74,7 @@ def flags(recipe: SmolLM2OnAccelerator, model: Path) -> dict[str, FlagValue]:
 
 def main(recipe: SmolLM2OnAccelerator) -> int:
     more, target = recipe.flags.split(), place("bf16")
-    require_flags(flags(recipe, target), target, more=more)
+    require_flags(flags(recipe, target), [target], more=more)
     try:
         model = prepare("bf16")
     except FetchError as error:

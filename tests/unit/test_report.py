@@ -101,3 +101,17 @@ def test_a_run_that_was_killed_while_it_wrote_is_reported(
         file.write('{"step": 3, "rollout/raw_rew')
     main([str(tmp_path)])
     assert "0.250" in capsys.readouterr().out
+
+
+def test_the_picture_of_one_run_goes_where_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path / "run", [0.1, 0.3])
+    picture = tmp_path / "pictures" / "mine.png"
+    main([str(tmp_path / "run"), "--picture", str(picture)])
+    assert picture.stat().st_size > 0
+    assert not (tmp_path / "run" / "reward.png").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "run"), "--picture", str(tmp_path / "file" / "x.png")])
+    assert "the picture cannot be written: " in capsys.readouterr().err

@@ -65,18 +65,19 @@ def delete_run(run_dir: Path) -> None:
         sys.exit(2)
 
 
-def require_flags(flags: Mapping[str, FlagValue], model: Path, *, more: Sequence[str] = ()) -> None:
+def require_flags(
+    flags: Mapping[str, FlagValue], made: Sequence[Path], *, more: Sequence[str] = ()
+) -> None:
     """End this process with code 2 and every problem that ``train.py`` would have with its flags.
 
-    Called before ``model`` (their --hf-checkpoint) is made, which takes long: what is said of that
-    flag, and what needs the model, is left to ``train.py``.
+    Called before the model and the data of a recipe are ``made``, which takes long: what is said of
+    flags that name them is left to ``train.py``.
     """
-    if model.exists():
-        return
     try:
         read_config([*to_argv(flags), *more])
     except ConfigError as error:
-        problems = [p for p in error.problems if p.flag != "--hf-checkpoint"]
+        places = [str(path) for path in made]
+        problems = [p for p in error.problems if not any(x in str(p.value) for x in places)]
         if problems:
             raise refusal(ConfigError(problems)) from None
 

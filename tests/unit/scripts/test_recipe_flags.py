@@ -52,7 +52,7 @@ def test_a_recipe_checks_its_flags_before_it_makes_the_model(
     missing = tmp_path / "model"
     recipe = SmolLM2(train_backend="foo", num_rollout=-1, max_digits=0, run_dir=tmp_path / "run")
     with pytest.raises(SystemExit, match="2"):
-        require_flags(run_smollm2_135m_cpu.flags(recipe, missing), missing)
+        require_flags(run_smollm2_135m_cpu.flags(recipe, missing), [missing])
     said = capsys.readouterr().err
     assert "3 problems:" in said
     assert "--train-backend = 'foo'" in said
@@ -61,7 +61,7 @@ def test_a_recipe_checks_its_flags_before_it_makes_the_model(
     assert "--hf-checkpoint" not in said
 
     good = SmolLM2(run_dir=tmp_path / "run")
-    require_flags(run_smollm2_135m_cpu.flags(good, missing), missing)
+    require_flags(run_smollm2_135m_cpu.flags(good, missing), [missing])
 
 
 def test_a_recipe_with_a_wrong_flag_fetches_nothing(
@@ -75,6 +75,39 @@ def test_a_recipe_with_a_wrong_flag_fetches_nothing(
     with pytest.raises(SystemExit, match="2"):
         run_smollm2_135m_gpu.main(SmolLM2OnAccelerator(train_backend="foo"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_demo_checks_its_flags_before_the_warm_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "seed-0" / "reward.png"
+    kept.parent.mkdir()
+    kept.write_text("result")
+    with pytest.raises(SystemExit, match="2"):
+        run_demo_cpu.main(Demo(num_rollout=0, run_dir=tmp_path))
+    said = capsys.readouterr().err
+    assert "1 problem:" in said
+    assert "--num-rollout = 0" in said
+    assert kept.read_text() == "result"
+
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        run_demo_cpu.main(Demo(run_dir=tmp_path / "file"))
+    assert "--run-dir" in capsys.readouterr().err
+
+
+def test_the_comparison_checks_its_flags_before_the_warm_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "out"
+    recipe = Comparison(train_backend="fsdp", tensor_model_parallel_size=2, folder=folder)
+    with pytest.raises(SystemExit, match="2"):
+        run_mcore_fsdp.main(recipe)
+    assert "--tensor-model-parallel-size" in capsys.readouterr().err
+    recipe = Comparison(train_backend="megatron", tensor_model_parallel_size=0, folder=folder)
+    assert run_mcore_fsdp.main(recipe) == 2
+    assert "--tensor-model-parallel-size 0" in capsys.readouterr().err
+    assert not folder.exists()
 
 
 def test_bf16_leaves_fp32_out(tiny_qwen3: Path) -> None:
