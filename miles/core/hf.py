@@ -26,6 +26,23 @@ def check_config(path: str) -> None:
     _check_model_type(folder)
 
 
+def check_causal(path: str) -> None:
+    """Raise ``CheckpointDirError`` where transformers has no causal language model for the config.
+
+    Left to others: a config that nothing can be made of, and one that brings its own code.
+    """
+    values = read_config(path)
+    model_type, own_code = values.get("model_type"), values.get("auto_map")
+    if isinstance(own_code, dict) and own_code.keys() & {"AutoConfig", "AutoModelForCausalLM"}:
+        return
+    if isinstance(model_type, str) and transformers_source.lacks_causal_class(model_type):
+        raise CheckpointDirError(
+            f"{Path(path) / 'config.json'} is of the model_type {model_type!r}, for which the "
+            "installed transformers has no causal language model (AutoModelForCausalLM), and only "
+            "those are trained; give one, such as a qwen3 or llama"
+        )
+
+
 def check_directory(path: str) -> None:
     """Raise ``CheckpointDirError`` unless ``path`` holds config, tokenizer and whole weights."""
     check_config(path)

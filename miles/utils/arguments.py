@@ -143,6 +143,7 @@ def check_description(config: MilesConfig, given: frozenset[str]) -> list[Proble
     try:
         if path is not None:
             hf.check_config(path)
+            _check_causal(config, path)
     except hf.CheckpointDirError as error:
         problems.append(problem(config, "hf_checkpoint", remedy=str(error)))
     return problems
@@ -205,10 +206,21 @@ def check_models(config: MilesConfig) -> list[Problem]:
             continue
         checked.add(path)
         try:
+            hf.check_config(path)
+            _check_causal(config, path)
             hf.check_directory(path)
         except hf.CheckpointDirError as error:
             problems.append(problem(config, dest, remedy=str(error)))
     return problems
+
+
+def _check_causal(config: MilesConfig, path: str) -> None:
+    """What loads models by ``AutoModelForCausalLM`` can load this one; Megatron and SGLang have
+    model classes of their own. Raises ``CheckpointDirError``."""
+    trains = not config.observability.debug_rollout_only
+    embedded = config.rollout.rollout_engine == "embedded"
+    if embedded or (trains and not _trains_with_megatron(config)):
+        hf.check_causal(path)
 
 
 def _unused_reference(config: MilesConfig) -> list[Problem]:

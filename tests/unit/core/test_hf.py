@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from miles.core import hf, hf_weights, transformers_source
 from miles.core.hf import (
     CheckpointDirError,
+    check_causal,
     check_config,
     check_directory,
     dtype_name,
@@ -137,6 +139,39 @@ def test_a_model_that_brings_its_own_code_may_be_of_any_type(model: Path) -> Non
     check_directory(str(model))
 
 
+@pytest.mark.parametrize("model_type", ["t5", "clip", "wav2vec2"])
+def test_a_type_without_a_causal_language_model_is_told(model: Path, model_type: str) -> None:
+    write_config(model, model_type=model_type)
+    says = rf"config\.json .*model_type '{model_type}'.*no causal language model.*give one"
+    with pytest.raises(CheckpointDirError, match=says) as error:
+        check_causal(str(model))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model_type": "qwen3_5"},
+        {"model_type": "t5", "auto_map": {"AutoModelForCausalLM": "modeling_mine.Model"}},
+        {"model_type": "t5", "auto_map": {"AutoConfig": "configuration_mine.Config"}},
+        {"model_type": "mine"},
+        {"model_type": None},
+    ],
+)
+def test_what_may_be_a_causal_language_model_is_left_alone(
+    model: Path, changes: dict[str, Any]
+) -> None:
+    write_config(model, **changes)
+    check_causal(str(model))
+
+
+def test_code_of_its_own_for_something_else_makes_no_causal_language_model(model: Path) -> None:
+    write_config(model, model_type="t5", auto_map={"AutoModel": "modeling_mine.Model"})
+    with pytest.raises(CheckpointDirError, match="no causal language model"):
+        check_causal(str(model))
+
+
 def test_a_tokenizer_that_is_no_json_is_named(model: Path) -> None:
     (model / "tokenizer.json").write_text("garbage")
     with pytest.raises(CheckpointDirError, match=r"tokenizer\.json is not JSON"):
@@ -214,6 +249,21 @@ def test_nearly_every_model_type_is_known_without_importing_transformers() -> No
     known = set(CONFIG_MAPPING_NAMES)
     assert listed <= known
     assert len(known - listed) < 10
+
+
+def test_the_types_of_causal_language_models_are_those_of_transformers() -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    listed = sorted(transformers_source.listed_model_types())
+    lacking = {name for name in listed if transformers_source.lacks_causal_class(name)}
+    assert lacking
+    causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(listed)
+    assert len(causal) > 100
+    assert not lacking & causal
+    # A class of configs that several types share is looked up once for all of them.
+    for name in [*listed[::20], "t5", "gpt2", "llama"]:
+        config = type(AutoConfig.for_model(name))
+        assert (name in lacking) == (config not in MODEL_FOR_CAUSAL_LM_MAPPING), name
 
 
 @pytest.mark.parametrize(

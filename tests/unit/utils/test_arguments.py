@@ -178,6 +178,42 @@ def test_a_model_type_that_nothing_can_load_is_refused(valid: list[str], model: 
         read_config(valid)
 
 
+def test_a_model_that_is_no_causal_language_model_is_refused_without_torch(
+    valid: list[str], model: Path
+) -> None:
+    (model / "config.json").write_text('{"model_type": "t5", "d_model": 32, "vocab_size": 64}')
+    code = (
+        "import sys\n"
+        "from miles.utils.arguments import read_config\n"
+        "from miles.config.errors import ConfigError\n"
+        "for runs_here in (True, False):\n"
+        "    try:\n"
+        f"        read_config({valid!r}, runs_here=runs_here)\n"
+        "    except ConfigError as error:\n"
+        "        print(error)\n"
+        "sys.exit(str({'torch', 'transformers'} & set(sys.modules) or '') or 0)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if "'t5'" in line]
+    assert len(lines) == 2
+    assert all("--hf-checkpoint = " in line and "give one" in line for line in lines)
+
+
+def test_who_loads_no_causal_language_model_may_be_given_another(
+    valid: list[str], model: Path, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    (other / "config.json").write_text('{"model_type": "t5"}')
+    assert flags_of([*valid, "--ref-load", str(other), "--use-kl-loss"]) == {"--ref-load"}
+    shutil.copy(other / "config.json", model)
+    read_config([*valid, "--debug-rollout-only"])
+    embedded = ["--debug-rollout-only", "--rollout-engine", "embedded"]
+    assert flags_of([*valid, *embedded]) == {"--hf-checkpoint"}
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
