@@ -196,7 +196,8 @@ def check_models(config: MilesConfig) -> list[Problem]:
     paths = [("hf_checkpoint", config.rollout.hf_checkpoint)]
     problems: list[Problem] = []
     if reference is not None and holds_steps(reference) and _trains_with_megatron(config):
-        problems += [replace(p, flag="--ref-load") for p in check_load(reference, "megatron")]
+        found = check_load(reference, "megatron", config.rollout.hf_checkpoint)
+        problems += [replace(p, flag="--ref-load") for p in found]
     else:
         paths.append(("ref_load", reference))
         problems += _unused_reference(config)
@@ -251,8 +252,10 @@ def check_machines(config: MilesConfig) -> list[Problem]:
 
 
 def check_checkpoint(config: MilesConfig) -> list[Problem]:
-    """What --load names is a checkpoint or the place of a fresh start."""
-    return check_load(config.checkpoint.load, config.cluster.train_backend)
+    """What --load names is a checkpoint of this model or the place of a fresh start."""
+    return check_load(
+        config.checkpoint.load, config.cluster.train_backend, config.rollout.hf_checkpoint
+    )
 
 
 def check_recorded_rollouts(config: MilesConfig) -> list[Problem]:

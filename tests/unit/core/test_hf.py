@@ -14,6 +14,7 @@ from miles.core.hf import (
     check_config,
     check_directory,
     dtype_name,
+    stated_model,
     text_config,
 )
 
@@ -286,6 +287,33 @@ def test_the_stated_context_length_is_the_one_of_transformers(model: Path) -> No
     wanted = hf.context_length(hf.load_config(str(model)))
     assert wanted is not None
     assert hf.stated_context_length(str(model)) == wanted
+
+
+def test_what_tells_a_model_has_one_name_whatever_its_family_calls_it(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    def stated(model_type: str, **values: Any) -> dict[str, str | int]:
+        config = AutoConfig.for_model(model_type, **values)
+        (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+        return stated_model(str(tmp_path))
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 9}
+    assert stated("gpt2", n_embd=32, n_layer=3, n_head=4, vocab_size=9) == {
+        "model_type": "gpt2",
+        "tie_word_embeddings": True,
+        **sizes,
+    }
+    mixture = {"num_experts": 6, "moe_intermediate_size": 5, "tie_word_embeddings": False}
+    assert stated("qwen3_moe", **sizes, **mixture).items() >= {**sizes, **mixture}.items()
+    seeing = stated("qwen3_5", text_config=sizes, tie_word_embeddings=True)
+    assert seeing.items() >= {"model_type": "qwen3_5", "tie_word_embeddings": True, **sizes}.items()
+
+
+def test_a_value_that_is_no_size_tells_nothing(model: Path) -> None:
+    write_config(model, hidden_size="big", vocab_size=None, tie_word_embeddings="yes")
+    stated = stated_model(str(model))
+    assert not {"hidden_size", "vocab_size", "tie_word_embeddings"} & stated.keys()
+    assert stated["model_type"] == "qwen3"
 
 
 def test_whether_embeddings_are_tied_is_what_the_whole_model_says() -> None:

@@ -5,6 +5,7 @@ import logging
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -346,11 +347,14 @@ def test_flags_of_megatron_are_refused_under_fsdp(valid: list[str]) -> None:
     assert flags_of(argv) == {"--custom-megatron-init-path", "--num-layers"}
 
 
-def made_checkpoint(folder: Path, backend: str = "megatron") -> Path:
+def made_checkpoint(
+    folder: Path, backend: str = "megatron", model: Mapping[str, str | int] | None = None
+) -> Path:
     """A step that is complete as far as a check without tensors can see."""
     checkpoints.prepare_staging(folder, 3, ("part",))
     (checkpoints.staging_dir(folder, 3) / "part").write_text("tensors")
-    checkpoints.publish(folder, 3, {"backend": backend})
+    described = {} if model is None else {checkpoints.MODEL: model}
+    checkpoints.publish(folder, 3, {"backend": backend, **described})
     return folder
 
 
@@ -425,6 +429,28 @@ def test_a_checkpoint_of_the_other_backend_is_refused(valid: list[str], tmp_path
     checkpoint = str(made_checkpoint(tmp_path / "ckpt"))
     with pytest.raises(ConfigError, match=r"--load = .*written by the megatron backend"):
         read_config([*valid, "--load", checkpoint])
+
+
+def test_a_checkpoint_of_another_model_is_refused_however_many_rollouts_are_left(
+    valid: list[str], model: Path, tmp_path: Path
+) -> None:
+    config = {"model_type": "qwen3", "max_position_embeddings": 64, "hidden_size": 64}
+    (model / "config.json").write_text(json.dumps(config))
+    checkpoint = str(made_checkpoint(tmp_path / "ckpt", "fsdp", checkpoints.model_of(str(model))))
+    argv = [*valid, "--load", checkpoint]
+    read_config(argv)
+    (model / "config.json").write_text(json.dumps({**config, "hidden_size": 128}))
+    says = r"--load = .*hidden_size 64 instead of 128.*give the --hf-checkpoint"
+    for num_rollout in ("2", "3", "9"):
+        with pytest.raises(ConfigError, match=says):
+            read_config([*argv, "--num-rollout", num_rollout])
+
+
+@pytest.mark.megatron
+def test_a_reference_of_another_model_is_refused(megatron: list[str], tmp_path: Path) -> None:
+    folder = str(made_checkpoint(tmp_path / "converted", model={"hidden_size": 4096}))
+    with pytest.raises(ConfigError, match=r"--ref-load = .*hidden_size 4096 instead of "):
+        read_config([*megatron, "--ref-load", folder])
 
 
 @pytest.mark.parametrize(
