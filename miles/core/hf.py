@@ -26,6 +26,23 @@ def check_config(path: str) -> None:
     _check_model_type(folder)
 
 
+def check_causal(path: str) -> None:
+    """Raise ``CheckpointDirError`` where transformers has no causal language model for the config.
+
+    Left to others: a config that nothing can be made of, and one that brings its own code.
+    """
+    values = read_config(path)
+    model_type, own_code = values.get("model_type"), values.get("auto_map")
+    if isinstance(own_code, dict) and own_code.keys() & {"AutoConfig", "AutoModelForCausalLM"}:
+        return
+    if isinstance(model_type, str) and transformers_source.lacks_causal_class(model_type):
+        raise CheckpointDirError(
+            f"{Path(path) / 'config.json'} is of the model_type {model_type!r}, for which the "
+            "installed transformers has no causal language model (AutoModelForCausalLM), and only "
+            "those are trained; give one, such as a qwen3 or llama"
+        )
+
+
 def check_directory(path: str) -> None:
     """Raise ``CheckpointDirError`` unless ``path`` holds config, tokenizer and whole weights."""
     check_config(path)
@@ -242,6 +259,37 @@ def stated_vocabulary_size(path: str) -> int | None:
     """``vocabulary_size`` as far as ``config.json`` itself states it."""
     size = _stated_text_config(path).get("vocab_size")
     return size if isinstance(size, int) else None
+
+
+def stated_model(path: str) -> dict[str, str | int]:
+    """What tells a model from others, as far as ``config.json`` itself states it: its type,
+    whether its embeddings are tied, and the sizes of its text part under one name each, whatever
+    the family calls them."""
+    values, text = read_config(path), _stated_text_config(path)
+    model_type = values.get("model_type")
+    stated: dict[str, str | int] = {"model_type": model_type} if isinstance(model_type, str) else {}
+    tied = values.get("tie_word_embeddings")
+    if isinstance(tied, bool):
+        stated["tie_word_embeddings"] = tied
+    for name, keys in _SIZES.items():
+        size = next((text[key] for key in keys if text.get(key) is not None), None)
+        if isinstance(size, int):
+            stated[name] = size
+    return stated
+
+
+_SIZES = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
+    "num_key_value_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "intermediate_size": ("intermediate_size", "n_inner"),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "moe_intermediate_size": ("moe_intermediate_size",),
+    "vocab_size": ("vocab_size",),
+}
+"""Name -> keys of ``config.json``. What a checkpoint has stored under a name must stay readable."""
 
 
 def _stated_text_config(path: str) -> dict[str, Any]:

@@ -15,9 +15,25 @@ def listed_model_types() -> frozenset[str]:
 
     Empty where the table lies elsewhere; what is not listed is left to transformers itself.
     """
-    tables = [folder / "models" / "auto" / "auto_mappings.py" for folder in _folders()]
-    texts = [table.read_text(encoding="utf-8") for table in tables if table.is_file()]
-    return frozenset(re.findall(r'\("([\w.-]+)", "\w+Config"\)', "\n".join(texts)))
+    return frozenset(_listed_configs())
+
+
+def lacks_causal_class(model_type: str) -> bool:
+    """Whether ``AutoModelForCausalLM`` has no class for models of that type.
+
+    False for what is not listed, or where the tables lie elsewhere: transformers has the last word.
+    """
+    configs = _listed_configs()
+    table = re.search(
+        r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict\(\n(.*?)^\)",
+        _text_of("modeling_auto.py"),
+        re.DOTALL | re.MULTILINE,
+    )
+    if table is None or model_type not in configs:
+        return False
+    causal = set(re.findall(r'\("([\w.-]+)", "\w+"\)', table[1]))
+    # Its key is the class of the config, which several model types may have.
+    return not any(configs[name] == configs[model_type] for name in causal & configs.keys())
 
 
 def doubtful_keys(values: dict[str, Any]) -> list[str]:
@@ -33,6 +49,17 @@ def doubtful_keys(values: dict[str, Any]) -> list[str]:
 def _differs(value: Any, types: frozenset[str]) -> bool:
     name = "None" if value is None else type(value).__name__
     return name not in types and not (name == "int" and "float" in types)
+
+
+def _listed_configs() -> dict[str, str]:
+    """Model type -> name of its config's class."""
+    return dict(re.findall(r'\("([\w.-]+)", "(\w+Config)"\)', _text_of("auto_mappings.py")))
+
+
+def _text_of(name: str) -> str:
+    """A module of the auto classes; empty where there is none."""
+    files = [folder / "models" / "auto" / name for folder in _folders()]
+    return "\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
 
 
 def _folders() -> list[Path]:

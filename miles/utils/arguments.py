@@ -143,6 +143,7 @@ def check_description(config: MilesConfig, given: frozenset[str]) -> list[Proble
     try:
         if path is not None:
             hf.check_config(path)
+            _check_causal(config, path)
     except hf.CheckpointDirError as error:
         problems.append(problem(config, "hf_checkpoint", remedy=str(error)))
     return problems
@@ -195,7 +196,8 @@ def check_models(config: MilesConfig) -> list[Problem]:
     paths = [("hf_checkpoint", config.rollout.hf_checkpoint)]
     problems: list[Problem] = []
     if reference is not None and holds_steps(reference) and _trains_with_megatron(config):
-        problems += [replace(p, flag="--ref-load") for p in check_load(reference, "megatron")]
+        found = check_load(reference, "megatron", config.rollout.hf_checkpoint)
+        problems += [replace(p, flag="--ref-load") for p in found]
     else:
         paths.append(("ref_load", reference))
         problems += _unused_reference(config)
@@ -205,10 +207,21 @@ def check_models(config: MilesConfig) -> list[Problem]:
             continue
         checked.add(path)
         try:
+            hf.check_config(path)
+            _check_causal(config, path)
             hf.check_directory(path)
         except hf.CheckpointDirError as error:
             problems.append(problem(config, dest, remedy=str(error)))
     return problems
+
+
+def _check_causal(config: MilesConfig, path: str) -> None:
+    """What loads models by ``AutoModelForCausalLM`` can load this one; Megatron and SGLang have
+    model classes of their own. Raises ``CheckpointDirError``."""
+    trains = not config.observability.debug_rollout_only
+    embedded = config.rollout.rollout_engine == "embedded"
+    if embedded or (trains and not _trains_with_megatron(config)):
+        hf.check_causal(path)
 
 
 def _unused_reference(config: MilesConfig) -> list[Problem]:
@@ -239,8 +252,10 @@ def check_machines(config: MilesConfig) -> list[Problem]:
 
 
 def check_checkpoint(config: MilesConfig) -> list[Problem]:
-    """What --load names is a checkpoint or the place of a fresh start."""
-    return check_load(config.checkpoint.load, config.cluster.train_backend)
+    """What --load names is a checkpoint of this model or the place of a fresh start."""
+    return check_load(
+        config.checkpoint.load, config.cluster.train_backend, config.rollout.hf_checkpoint
+    )
 
 
 def check_recorded_rollouts(config: MilesConfig) -> list[Problem]:

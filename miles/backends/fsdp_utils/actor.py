@@ -132,7 +132,10 @@ class FSDPTrainRayActor(TrainRayActor):
         config = self.config
         torch.manual_seed(config.algorithm.seed)
         self._checkpointer = Checkpointer(
-            config.checkpoint, config.algorithm.seed, config.cluster.distributed_timeout_minutes
+            config.checkpoint,
+            config.rollout.hf_checkpoint,
+            config.algorithm.seed,
+            config.cluster.distributed_timeout_minutes,
         )
         step = self._checkpointer.find()
         self.ops = FSDPPolicyOps(config, with_ref=with_ref)

@@ -48,9 +48,15 @@ class Snapshot:
 class Checkpointer:
     """Writes checkpoints, at most one in the background, and reads them. Collective throughout."""
 
-    def __init__(self, config: CheckpointConfig, seed: int, timeout_minutes: float) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        hf_checkpoint: str | None,
+        seed: int,
+        timeout_minutes: float,
+    ) -> None:
         self._seed = seed
-        self.writer = CheckpointWriter(config, BACKEND, _ENTRIES, timeout_minutes)
+        self.writer = CheckpointWriter(config, hf_checkpoint, BACKEND, _ENTRIES, timeout_minutes)
 
     def find(self) -> Path | None:
         """See ``CheckpointWriter.find``."""
@@ -119,7 +125,10 @@ def unreadable(step: Path, part: Path, error: BaseException) -> ConfigError:
     """What to say of a part that could not be loaded: which file is damaged, else that the model is
     another."""
     number = checkpoints.read_metadata(step)["iteration"]
-    misfit = f"step {number} does not fit this model: {part}: {causes(error)}"
+    misfit = (
+        f"step {number} does not fit this model: {part}: {causes(error)}; if it is of another "
+        "model than --hf-checkpoint, give that one"
+    )
     return ConfigError([Problem("--load", str(step.parent), damage_in(step, part) or misfit)])
 
 

@@ -37,7 +37,10 @@ class MegatronTrainRayActor(TrainRayActor):
         config = self.config
         torch.manual_seed(config.algorithm.seed)
         self._checkpointer = Checkpointer(
-            config.checkpoint, config.algorithm.seed, config.cluster.distributed_timeout_minutes
+            config.checkpoint,
+            config.rollout.hf_checkpoint,
+            config.algorithm.seed,
+            config.cluster.distributed_timeout_minutes,
         )
         step = self._checkpointer.find()
         self.ops = MegatronPolicyOps(config, with_ref=with_ref, resumes=step is not None)

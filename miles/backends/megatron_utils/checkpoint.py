@@ -45,10 +45,16 @@ log = logging.get(__name__)
 class Checkpointer:
     """Writes checkpoints, at most one in the background, and reads them. Collective throughout."""
 
-    def __init__(self, config: CheckpointConfig, seed: int, timeout_minutes: float) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        hf_checkpoint: str | None,
+        seed: int,
+        timeout_minutes: float,
+    ) -> None:
         self._seed = seed
         self._validated = False
-        self.writer = CheckpointWriter(config, BACKEND, _ENTRIES, timeout_minutes)
+        self.writer = CheckpointWriter(config, hf_checkpoint, BACKEND, _ENTRIES, timeout_minutes)
 
     def find(self) -> Path | None:
         """See ``CheckpointWriter.find``."""
@@ -147,18 +153,19 @@ def load_weights(step: Path, state: TrainerState, flag: str = "--load") -> None:
         state.optimizer.reload_model_params()
 
 
-def save_weights(directory: str, state: TrainerState, metadata: Mapping[str, Any]) -> None:
-    """Write converted weights: a run that is given them as ``--load`` or ``--ref-load`` starts at
-    rollout 0 with its own optimizer. Collective. ``state`` holds nothing but the model.
+def save_weights(directory: str, state: TrainerState, source: str) -> None:
+    """Write weights converted from the Hugging Face directory ``source``: a run that is given them
+    as ``--load`` or ``--ref-load`` starts at rollout 0 with its own optimizer. Collective.
+    ``state`` holds nothing but the model.
 
     What a failed attempt left is removed; without a tracker the directory is not a checkpoint.
     """
     timeout_minutes = state.args.distributed_timeout_minutes
     config = CheckpointConfig(save=directory)
-    writer = CheckpointWriter(config, BACKEND, _ENTRIES, timeout_minutes)
+    writer = CheckpointWriter(config, source, BACKEND, _ENTRIES, timeout_minutes)
     writer.prepare(0)
     tensors = sharded_state.writable(sharded_state.collect(state, 0), copied=False, validate=True)
-    described = {**metadata, **_described(state), **checkpoints.WEIGHTS_ONLY}
+    described = {"source": source, **_described(state), **checkpoints.WEIGHTS_ONLY}
     writer.write(
         0,
         lambda staging: sharded_state.write(staging, tensors, writer.group),

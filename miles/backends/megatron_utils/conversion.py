@@ -66,7 +66,7 @@ def hf_to_torch_dist(hf_checkpoint: str, save: str, megatron_flags: Sequence[str
     with _joined(config) as args:
         state = TrainerState(args=args, chunks=build_chunks(args, trainable=False))
         load_hf(state.chunks, _converter(hf_checkpoint, args.spec), hf_checkpoint)
-        checkpoint.save_weights(save, state, {"source": hf_checkpoint})
+        checkpoint.save_weights(save, state, hf_checkpoint)
 
 
 def torch_dist_to_hf(

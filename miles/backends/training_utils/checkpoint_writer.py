@@ -26,18 +26,21 @@ log = logging.get(__name__)
 class CheckpointWriter:
     """``prepare``, then ``write``; at most one of them is under way.
 
-    ``entries`` are glob patterns of all that the backend writes into a step; ``timeout_minutes``
-    bounds what ranks wait for each other.
+    ``hf_checkpoint`` tells of which model the steps are. ``entries`` are glob patterns of all that
+    the backend writes into a step; ``timeout_minutes`` bounds what ranks wait for each other.
     """
 
     def __init__(
         self,
         config: CheckpointConfig,
+        hf_checkpoint: str | None,
         backend: str,
         entries: Sequence[str],
         timeout_minutes: float,
     ) -> None:
         self._config = config
+        # Now, because its directory may be gone by the time of a save.
+        self._model = checkpoints.model_of(hf_checkpoint)
         self._backend = backend
         self._entries = entries
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -127,7 +130,8 @@ class CheckpointWriter:
 
         def publish() -> None:
             if distributed.rank() == 0:
-                checkpoints.publish(self._directory, iteration, metadata)
+                described = {**metadata, checkpoints.MODEL: self._model}
+                checkpoints.publish(self._directory, iteration, described)
                 checkpoints.prune(self._directory, self._config.save_keep)
 
         self._together(publish, iteration)

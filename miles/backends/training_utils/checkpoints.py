@@ -14,7 +14,7 @@ from typing import Any
 
 from miles.config import record
 from miles.config.errors import ConfigError, Problem
-from miles.core import logging, places
+from miles.core import hf, logging, places
 
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
@@ -24,6 +24,8 @@ REQUESTED = "requested"
 """Empty file in a step that was asked for by the sentinel: retention leaves the step alone."""
 WEIGHTS_ONLY = {"weights_only": True}
 """In the metadata of converted weights: rollout 0 starts from them, nothing else is resumed."""
+MODEL = "model"
+"""In the metadata: ``model_of`` the step. Older steps, and Megatron-LM's own, have none."""
 
 _STEP = re.compile(r"iter_(\d{7,})")
 _LEFTOVER = re.compile(r"(?:iter_\d{7,}|release)\.(?:tmp|gone)")
@@ -146,13 +148,15 @@ def resolve_load(load: str | None, *, announce: bool = True) -> Path | None:
     raise _refused(load, f"{TRACKER} says {iteration} but {final} is missing; {_steps(folder)}")
 
 
-def check_load(load: str | None, backend: str) -> list[Problem]:
+def check_load(load: str | None, backend: str, hf_checkpoint: str | None = None) -> list[Problem]:
     """The same rules when the command line is parsed, plus sizes of the files and that ``backend``
-    wrote them; reads no tensor."""
+    wrote them of the model in ``hf_checkpoint``; reads no tensor."""
     try:
         step = resolve_load(load, announce=False)
         if step is not None:
-            check_backend(step, verify(step), backend)
+            metadata = verify(step)
+            check_backend(step, metadata, backend)
+            check_model(step, metadata, model_of(hf_checkpoint))
     except ConfigError as error:
         return list(error.problems)
     return []
@@ -165,6 +169,34 @@ def check_backend(step: Path, metadata: Mapping[str, Any], backend: str) -> None
         remedy = (
             f"{step} was written by the {writer} backend, this run is {backend}; train with that "
             "one, or convert the checkpoint (docs/conversion.md)"
+        )
+        raise ConfigError([Problem("--load", str(step.parent), remedy)])
+
+
+def model_of(hf_checkpoint: str | None) -> dict[str, str | int]:
+    """Which model a directory is of; empty where it does not say, which has its own rule."""
+    try:
+        return {} if hf_checkpoint is None else hf.stated_model(hf_checkpoint)
+    except hf.CheckpointDirError:
+        return {}
+
+
+def check_model(step: Path, metadata: Mapping[str, Any], model: Mapping[str, str | int]) -> None:
+    """Raise ``ConfigError`` for a checkpoint of another model; what either does not say is left to
+    the shapes of its tensors."""
+    saved = metadata.get(MODEL)
+    if not isinstance(saved, dict):
+        return
+    differences = [
+        f"{name} {saved[name]} instead of {value}"
+        for name, value in model.items()
+        if name in saved and saved[name] != value
+    ]
+    if differences:
+        remedy = (
+            f"{step} is of another model than --hf-checkpoint ({', '.join(differences)}); give the "
+            "--hf-checkpoint that it was trained from, or a checkpoint of this one; to start "
+            "afresh, one directory without steps as --load and --save"
         )
         raise ConfigError([Problem("--load", str(step.parent), remedy)])
 

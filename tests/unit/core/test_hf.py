@@ -5,13 +5,16 @@ from typing import Any
 
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from miles.core import hf, hf_weights, transformers_source
 from miles.core.hf import (
     CheckpointDirError,
+    check_causal,
     check_config,
     check_directory,
     dtype_name,
+    stated_model,
     text_config,
 )
 
@@ -137,6 +140,39 @@ def test_a_model_that_brings_its_own_code_may_be_of_any_type(model: Path) -> Non
     check_directory(str(model))
 
 
+@pytest.mark.parametrize("model_type", ["t5", "clip", "wav2vec2"])
+def test_a_type_without_a_causal_language_model_is_told(model: Path, model_type: str) -> None:
+    write_config(model, model_type=model_type)
+    says = rf"config\.json .*model_type '{model_type}'.*no causal language model.*give one"
+    with pytest.raises(CheckpointDirError, match=says) as error:
+        check_causal(str(model))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model_type": "qwen3_5"},
+        {"model_type": "t5", "auto_map": {"AutoModelForCausalLM": "modeling_mine.Model"}},
+        {"model_type": "t5", "auto_map": {"AutoConfig": "configuration_mine.Config"}},
+        {"model_type": "mine"},
+        {"model_type": None},
+    ],
+)
+def test_what_may_be_a_causal_language_model_is_left_alone(
+    model: Path, changes: dict[str, Any]
+) -> None:
+    write_config(model, **changes)
+    check_causal(str(model))
+
+
+def test_code_of_its_own_for_something_else_makes_no_causal_language_model(model: Path) -> None:
+    write_config(model, model_type="t5", auto_map={"AutoModel": "modeling_mine.Model"})
+    with pytest.raises(CheckpointDirError, match="no causal language model"):
+        check_causal(str(model))
+
+
 def test_a_tokenizer_that_is_no_json_is_named(model: Path) -> None:
     (model / "tokenizer.json").write_text("garbage")
     with pytest.raises(CheckpointDirError, match=r"tokenizer\.json is not JSON"):
@@ -216,6 +252,21 @@ def test_nearly_every_model_type_is_known_without_importing_transformers() -> No
     assert len(known - listed) < 10
 
 
+def test_the_types_of_causal_language_models_are_those_of_transformers() -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    listed = sorted(transformers_source.listed_model_types())
+    lacking = {name for name in listed if transformers_source.lacks_causal_class(name)}
+    assert lacking
+    causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(listed)
+    assert len(causal) > 100
+    assert not lacking & causal
+    # A class of configs that several types share is looked up once for all of them.
+    for name in [*listed[::20], "t5", "gpt2", "llama"]:
+        config = type(AutoConfig.for_model(name))
+        assert (name in lacking) == (config not in MODEL_FOR_CAUSAL_LM_MAPPING), name
+
+
 @pytest.mark.parametrize(
     ("values", "length"),
     [
@@ -236,6 +287,33 @@ def test_the_stated_context_length_is_the_one_of_transformers(model: Path) -> No
     wanted = hf.context_length(hf.load_config(str(model)))
     assert wanted is not None
     assert hf.stated_context_length(str(model)) == wanted
+
+
+def test_what_tells_a_model_has_one_name_whatever_its_family_calls_it(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    def stated(model_type: str, **values: Any) -> dict[str, str | int]:
+        config = AutoConfig.for_model(model_type, **values)
+        (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+        return stated_model(str(tmp_path))
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 9}
+    assert stated("gpt2", n_embd=32, n_layer=3, n_head=4, vocab_size=9) == {
+        "model_type": "gpt2",
+        "tie_word_embeddings": True,
+        **sizes,
+    }
+    mixture = {"num_experts": 6, "moe_intermediate_size": 5, "tie_word_embeddings": False}
+    assert stated("qwen3_moe", **sizes, **mixture).items() >= {**sizes, **mixture}.items()
+    seeing = stated("qwen3_5", text_config=sizes, tie_word_embeddings=True)
+    assert seeing.items() >= {"model_type": "qwen3_5", "tie_word_embeddings": True, **sizes}.items()
+
+
+def test_a_value_that_is_no_size_tells_nothing(model: Path) -> None:
+    write_config(model, hidden_size="big", vocab_size=None, tie_word_embeddings="yes")
+    stated = stated_model(str(model))
+    assert not {"hidden_size", "vocab_size", "tie_word_embeddings"} & stated.keys()
+    assert stated["model_type"] == "qwen3"
 
 
 def test_whether_embeddings_are_tied_is_what_the_whole_model_says() -> None:

@@ -5,6 +5,7 @@ import logging
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,42 @@ def test_a_model_type_that_nothing_can_load_is_refused(valid: list[str], model: 
         read_config(valid)
 
 
+def test_a_model_that_is_no_causal_language_model_is_refused_without_torch(
+    valid: list[str], model: Path
+) -> None:
+    (model / "config.json").write_text('{"model_type": "t5", "d_model": 32, "vocab_size": 64}')
+    code = (
+        "import sys\n"
+        "from miles.utils.arguments import read_config\n"
+        "from miles.config.errors import ConfigError\n"
+        "for runs_here in (True, False):\n"
+        "    try:\n"
+        f"        read_config({valid!r}, runs_here=runs_here)\n"
+        "    except ConfigError as error:\n"
+        "        print(error)\n"
+        "sys.exit(str({'torch', 'transformers'} & set(sys.modules) or '') or 0)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if "'t5'" in line]
+    assert len(lines) == 2
+    assert all("--hf-checkpoint = " in line and "give one" in line for line in lines)
+
+
+def test_who_loads_no_causal_language_model_may_be_given_another(
+    valid: list[str], model: Path, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    (other / "config.json").write_text('{"model_type": "t5"}')
+    assert flags_of([*valid, "--ref-load", str(other), "--use-kl-loss"]) == {"--ref-load"}
+    shutil.copy(other / "config.json", model)
+    read_config([*valid, "--debug-rollout-only"])
+    embedded = ["--debug-rollout-only", "--rollout-engine", "embedded"]
+    assert flags_of([*valid, *embedded]) == {"--hf-checkpoint"}
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
@@ -310,11 +347,14 @@ def test_flags_of_megatron_are_refused_under_fsdp(valid: list[str]) -> None:
     assert flags_of(argv) == {"--custom-megatron-init-path", "--num-layers"}
 
 
-def made_checkpoint(folder: Path, backend: str = "megatron") -> Path:
+def made_checkpoint(
+    folder: Path, backend: str = "megatron", model: Mapping[str, str | int] | None = None
+) -> Path:
     """A step that is complete as far as a check without tensors can see."""
     checkpoints.prepare_staging(folder, 3, ("part",))
     (checkpoints.staging_dir(folder, 3) / "part").write_text("tensors")
-    checkpoints.publish(folder, 3, {"backend": backend})
+    described = {} if model is None else {checkpoints.MODEL: model}
+    checkpoints.publish(folder, 3, {"backend": backend, **described})
     return folder
 
 
@@ -389,6 +429,28 @@ def test_a_checkpoint_of_the_other_backend_is_refused(valid: list[str], tmp_path
     checkpoint = str(made_checkpoint(tmp_path / "ckpt"))
     with pytest.raises(ConfigError, match=r"--load = .*written by the megatron backend"):
         read_config([*valid, "--load", checkpoint])
+
+
+def test_a_checkpoint_of_another_model_is_refused_however_many_rollouts_are_left(
+    valid: list[str], model: Path, tmp_path: Path
+) -> None:
+    config = {"model_type": "qwen3", "max_position_embeddings": 64, "hidden_size": 64}
+    (model / "config.json").write_text(json.dumps(config))
+    checkpoint = str(made_checkpoint(tmp_path / "ckpt", "fsdp", checkpoints.model_of(str(model))))
+    argv = [*valid, "--load", checkpoint]
+    read_config(argv)
+    (model / "config.json").write_text(json.dumps({**config, "hidden_size": 128}))
+    says = r"--load = .*hidden_size 64 instead of 128.*give the --hf-checkpoint"
+    for num_rollout in ("2", "3", "9"):
+        with pytest.raises(ConfigError, match=says):
+            read_config([*argv, "--num-rollout", num_rollout])
+
+
+@pytest.mark.megatron
+def test_a_reference_of_another_model_is_refused(megatron: list[str], tmp_path: Path) -> None:
+    folder = str(made_checkpoint(tmp_path / "converted", model={"hidden_size": 4096}))
+    with pytest.raises(ConfigError, match=r"--ref-load = .*hidden_size 4096 instead of "):
+        read_config([*megatron, "--ref-load", folder])
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from miles.backends.training_utils import checkpoints
 from miles.backends.training_utils.checkpoint_writer import derived_seed
 from miles.config.errors import ConfigError
 from miles.config.root import MilesConfig
+from miles.core.hf import stated_model
 from tests.ranks import Ranks
 from tests.unit.backends.fsdp_utils.jobs import (
     advance_random_state,
@@ -75,6 +76,7 @@ def test_the_layout_of_a_checkpoint(two_ranks: Ranks, tiny_qwen3: Path, tmp_path
         assert (step / part / ".metadata").is_file()
     metadata = json.loads((step / "metadata.json").read_text())
     assert metadata["rollout_id"] == 0
+    assert metadata["model"] == stated_model(str(tiny_qwen3))
     assert metadata["world_size"] == 2
     assert metadata["config"]["optimizer"]["lr"] == config.optimizer.lr
     assert metadata["dtypes"]["model.norm.weight"] == "float32"

@@ -240,7 +240,8 @@ def convert(config: MilesConfig, directory: str) -> Weights:
     with running(config) as (actor, _):
         state = actor.ops.trainer_state(optimizer=False, ref=False)
         bare = dataclasses.replace(state, scheduler=None)
-        save_weights(directory, bare, {"converted from": config.rollout.hf_checkpoint})
+        assert config.rollout.hf_checkpoint is not None
+        save_weights(directory, bare, config.rollout.hf_checkpoint)
         return weights_of(actor)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from miles.backends.training_utils import checkpoints
 from miles.config.root import MilesConfig
-from miles.core.hf import load_config
+from miles.core.hf import load_config, stated_model
 from scripts.made_models import make_qwen3_moe
 from tests.ranks import Ranks
 from tests.unit.backends.megatron_utils.checkpoint_jobs import (
@@ -127,6 +127,7 @@ def test_the_layout_of_a_checkpoint(
     assert metadata["sharded_backend"] == "torch_dist", "Megatron reads this file too"
     assert metadata["backend"] == "megatron"
     assert metadata["rollout_id"] == 0
+    assert metadata["model"] == stated_model(str(tiny_qwen3))
     assert metadata["world_size"] == 2
     assert metadata["parts"] == ["model", "optimizer"]
     assert metadata["config"]["optimizer"]["lr"] == config.optimizer.lr
@@ -331,6 +332,8 @@ def test_converted_weights_start_at_rollout_zero_with_a_fresh_optimizer(
     converted = megatron_ranks.run_well(convert, source, str(tmp_path / "w"), num_ranks=2)[0]
     assert (tmp_path / "w" / checkpoints.TRACKER).read_text() == "release"
     assert checkpoints.is_weights_only(tmp_path / "w" / "release")
+    metadata = checkpoints.read_metadata(tmp_path / "w" / "release")
+    assert metadata["model"] == stated_model(str(tiny_qwen3))
     config = make_config(tiny_qwen3)
     # Other weights would be read from here if the converted ones were not taken.
     loading = dataclasses.replace(

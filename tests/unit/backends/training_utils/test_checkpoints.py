@@ -1,5 +1,7 @@
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,6 +126,57 @@ def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
     assert checkpoints.read_tracker(tmp_path) is None
     checkpoints.recover(tmp_path)
     assert names(tmp_path) == []
+
+
+MODEL: dict[str, str | int] = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2}
+
+
+def write_model(folder: Path, config: dict[str, Any]) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def of_a_model(folder: Path, model: object) -> str:
+    checkpoints.prepare_staging(folder, 2, [])
+    checkpoints.publish(folder, 2, {"backend": "fsdp", checkpoints.MODEL: model})
+    return str(folder)
+
+
+def test_a_step_of_another_model_is_told_with_both_values_and_the_way_out(tmp_path: Path) -> None:
+    load = of_a_model(tmp_path / "ckpt", MODEL)
+    here = write_model(tmp_path / "model", {**MODEL, "model_type": "llama", "hidden_size": 128})
+    (problem,) = checkpoints.check_load(load, "fsdp", here)
+    assert (problem.flag, problem.value) == ("--load", load)
+    assert "model_type qwen3 instead of llama" in problem.remedy
+    assert "hidden_size 64 instead of 128" in problem.remedy
+    assert "num_hidden_layers" not in problem.remedy
+    assert "give the --hf-checkpoint that it was trained from" in problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("stored", "config"),
+    [
+        (MODEL, {**MODEL, "rope_theta": 10}),
+        # Another version of a config may leave out what is its class's default.
+        (MODEL, {"model_type": "qwen3", "hidden_size": 64, "vocab_size": 8}),
+        ({}, MODEL),
+        (None, MODEL),
+    ],
+)
+def test_a_step_of_the_same_model_or_one_that_does_not_say_is_accepted(
+    tmp_path: Path, stored: object, config: dict[str, Any]
+) -> None:
+    load = of_a_model(tmp_path / "ckpt", stored)
+    assert checkpoints.check_load(load, "fsdp", write_model(tmp_path / "model", config)) == []
+
+
+def test_an_older_step_and_a_directory_that_is_no_model_are_not_compared(tmp_path: Path) -> None:
+    here = write_model(tmp_path / "model", MODEL)
+    save(tmp_path / "older", 3)
+    assert checkpoints.check_load(str(tmp_path / "older"), "fsdp", here) == []
+    load = of_a_model(tmp_path / "ckpt", MODEL)
+    assert checkpoints.check_load(load, "fsdp", str(tmp_path / "nowhere")) == []
 
 
 def test_a_step_of_a_run_is_not_weights_only(tmp_path: Path) -> None:
