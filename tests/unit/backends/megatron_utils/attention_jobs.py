@@ -33,6 +33,20 @@ def tensors(case: Case) -> tuple[Tensor, ...]:
     return draw(4, 8), draw(2, 8), draw(2, 8), draw(32)
 
 
+def packed_params(bounds: Tensor) -> Any:
+    """Of a row whose documents end at ``bounds``."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    longest = int(bounds.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
 def run_attention(case: Case) -> dict[str, Any]:
     """Output and gradients at this rank's tokens."""
     cp_size = int(os.environ["WORLD_SIZE"])
@@ -42,7 +56,6 @@ def run_attention(case: Case) -> dict[str, Any]:
 
 def _run(case: Case, cp_size: int) -> dict[str, Any]:
     from megatron.core import parallel_state
-    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
 
     from miles.backends.megatron_utils.attention import CoreAttention, zigzag_indices
@@ -56,16 +69,7 @@ def _run(case: Case, cp_size: int) -> dict[str, Any]:
     *inputs, weights = (tensor[positions] for tensor in tensors(case))
     for tensor in inputs:
         tensor.requires_grad_()
-    packed = None
-    if case.packed:
-        longest = int(bounds.diff().max())
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=bounds,
-            cu_seqlens_kv=bounds,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
+    packed = packed_params(bounds) if case.packed else None
     output = attention(*inputs, None, packed_seq_params=packed)
     gradients = torch.autograd.grad((output * weights).sum(), inputs)
     return {
@@ -95,7 +99,6 @@ def run_packed_documents(num_documents: int, length: int) -> dict[str, Any]:
 
 def _packed_documents(num_documents: int, length: int) -> dict[str, Any]:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.spec_utils import build_module, get_submodules
 
     from miles.backends.megatron_utils.specs import block_spec
@@ -112,13 +115,7 @@ def _packed_documents(num_documents: int, length: int) -> dict[str, Any]:
         kv_channels=config.kv_channels, rotary_percent=1.0, use_cpu_initialization=True
     )
     bounds = torch.arange(num_documents + 1, dtype=torch.int32) * length
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=length,
-        max_seqlen_kv=length,
-    )
+    packed = packed_params(bounds)
 
     def attend(tokens: Tensor, packed: Any) -> Tensor:
         frequencies = rotary(length, packed_seq=packed is not None)
@@ -149,7 +146,6 @@ def run_beside_megatron(rotary: Rotary) -> dict[str, Any]:
 def _beside_megatron(rotary: Rotary, cp_size: int) -> dict[str, Any]:
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.spec_utils import build_module, get_submodules
 
@@ -168,14 +164,13 @@ def _beside_megatron(rotary: Rotary, cp_size: int) -> dict[str, Any]:
     bounds = torch.tensor(BOUNDS, dtype=torch.int32)
     longest = int(bounds.diff().max())
     # Without the padding at their ends the documents are shorter.
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=bounds - torch.arange(len(bounds), dtype=torch.int32),
-        cu_seqlens_kv=bounds - torch.arange(len(bounds), dtype=torch.int32),
+    shorter = bounds - torch.arange(len(bounds), dtype=torch.int32)
+    packed = dataclasses.replace(
+        packed_params(bounds),
+        cu_seqlens_q=shorter,
+        cu_seqlens_kv=shorter,
         cu_seqlens_q_padded=bounds,
         cu_seqlens_kv_padded=bounds,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
     )
     embedding = RotaryEmbedding(
         kv_channels=config.kv_channels,
@@ -206,7 +201,6 @@ def run_with_another_core(num_documents: int, length: int) -> list[Any]:
 
 def _with_another_core(num_documents: int, length: int) -> list[Any]:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.spec_utils import build_module, get_submodules
 
     from miles.backends.megatron_utils.specs import block_spec
@@ -234,13 +228,7 @@ def _with_another_core(num_documents: int, length: int) -> list[Any]:
         kv_channels=config.kv_channels, rotary_percent=1.0, use_cpu_initialization=True
     )
     bounds = torch.arange(num_documents + 1, dtype=torch.int32) * length
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=length,
-        max_seqlen_kv=length,
-    )
+    packed = packed_params(bounds)
     attention(
         torch.zeros(num_documents * length, 1, config.hidden_size),
         None,
