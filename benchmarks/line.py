@@ -28,7 +28,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.offload import in_process
+from benchmarks.processes import in_process
 from benchmarks.shapes import SHAPES, ShapeName, make_model
 from miles.backends.sglang_utils.arguments import server_arguments
 from miles.core import device

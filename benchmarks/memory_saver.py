@@ -19,7 +19,8 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.offload import in_process, timed
+from benchmarks.ceilings import timed
+from benchmarks.processes import in_process
 from benchmarks.shapes import SHAPES, Shape, ShapeName, make_config
 from miles.backends.training_utils.offload_backing import HostBacking
 from miles.backends.training_utils.offload_store import OffloadStore

@@ -21,7 +21,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import train_step
-from benchmarks.offload import in_process
+from benchmarks.processes import in_process
 from benchmarks.shapes import SHAPES, ShapeName, make_model
 from miles.config.root import MilesConfig
 from miles.contracts.types import Group, Prompt, Sample, Status

@@ -8,6 +8,9 @@ The first moves 48 GB (FSDP) and 56 GB (Megatron) through as much pinned host me
 writes at most 9 GB a sleep, and takes as long as the disk does. results.json holds every case that
 has ended.
 
+"rematerialized" is Megatron's --rematerialize-param-from-master-weight: it sleeps as after a weight
+update, without a copy of its parameters, and makes them from the masters on waking.
+
 Every case is one trainer process: it trains a step, then sleeps and wakes (the first cycle, which
 pins memory or makes files, is a row of its own), then trains on. Ceilings: one large pinned copy
 each way; direct I/O in pieces of the chunk, and reading and writing at the same time for the
@@ -15,16 +18,10 @@ streamed step, on the same disk.
 """
 
 import json
-import multiprocessing as mp
-import os
-import queue
 import shutil
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -35,16 +32,18 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import train_step
+from benchmarks.ceilings import Ceilings, measure_ceilings, timed
+from benchmarks.processes import in_process
 from benchmarks.shapes import SHAPES, Shape, ShapeName, make_model
-from miles.backends.training_utils.direct_file import DirectFile
 from miles.backends.training_utils.streamed_optimizer import StreamedAdam
 from miles.config.offload import OffloadConfig
 from miles.config.root import MilesConfig
 from miles.contracts.types import Group
-from miles.core import device, distributed, host_memory
+from miles.core import device
 from miles.rollout.batch import make_batches
 
-Case = Literal["cpu", "disk", "streamed", "streamed bf16"]
+Case = Literal["cpu", "rematerialized", "disk", "streamed", "streamed bf16"]
+ON_HOST: tuple[Case, ...] = ("cpu", "rematerialized")
 BackendName = Literal["fsdp", "megatron"]
 GIB = 2**30
 
@@ -73,18 +72,6 @@ class Benchmark:
     """More flags for the Megatron backend."""
     folder: Path = Path("runs/benchmark/offload")
     """Where the model and results.json go."""
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """Bytes a second."""
-
-    to_host: float
-    to_device: float
-    write: float
-    read: float
-    write_beside_read: float
-    """Of a disk that does both: each moved as many bytes in the same time."""
 
 
 @dataclass
@@ -131,21 +118,14 @@ def make_config(options: Benchmark, backend: BackendName, case: Case, model: Pat
     # Not by flags, which ask for engines that the trainer makes room for.
     offload = OffloadConfig(
         offload_train=True,
-        offload_train_target="cpu" if case == "cpu" else "disk",
+        offload_train_target="cpu" if case in ON_HOST else "disk",
         offload_train_disk_dir=str(options.disk_dir),
         offload_train_disk_chunk_mb=options.chunk_mb,
+        rematerialize_param_from_master_weight=case == "rematerialized",
         stream_optimizer_state_to_disk=case.startswith("streamed"),
         stream_optimizer_state_moment_dtype="bf16" if case == "streamed bf16" else "fp32",
     )
     return replace(config, offload=offload)
-
-
-def timed(action: Callable[[], Any]) -> float:
-    device.synchronize()
-    start = time.perf_counter()
-    action()
-    device.synchronize()
-    return time.perf_counter() - start
 
 
 def resident_bytes() -> int | None:
@@ -158,7 +138,7 @@ def resident_bytes() -> int | None:
 
 def disk_bytes(shape: Shape, backend: BackendName, case: Case) -> int:
     """That a case writes to files: asleep, the state; masters are FSDP's parameters."""
-    if case == "cpu":
+    if case in ON_HOST:
         return 0
     parameter_and_master = {"fsdp": 4, "megatron": 2 + 4}[backend]
     moments = 4 if case == "streamed bf16" else 8
@@ -206,17 +186,13 @@ def run_case(config: MilesConfig, groups: list[Group], case: Case) -> Measured:
         return timed(lambda: actor.train(number, batch))
 
     step(0)
-    storages = {
-        local.untyped_storage().data_ptr(): local.untyped_storage().nbytes()
-        for local in map(_local, actor.ops.store.tensors().values())
-    }
-    measured.state_bytes = sum(storages.values())
+    measured.state_bytes = _kept_bytes(actor)
     device.empty_cache()
     measured.awake_bytes = device.memory_stats().reserved_bytes
     sleeps: list[float] = []
     wakes: list[float] = []
     for _ in range(config.data.num_rollout or 1):
-        sleeps.append(timed(actor.sleep))
+        sleeps.append(timed(lambda: _sleep(actor, case)))
         measured.asleep_bytes = device.memory_stats().reserved_bytes
         measured.left_bytes = device.used_bytes() - before
         measured.pinned_bytes = device.pinned_bytes()
@@ -238,10 +214,25 @@ def run_case(config: MilesConfig, groups: list[Group], case: Case) -> Measured:
     return measured
 
 
-def _local(tensor: Any) -> Any:
+def _sleep(actor: Any, case: Case) -> None:
+    if case == "rematerialized":
+        actor.sleep(keep_weights=True)  # for the weight update that may come between
+    actor.sleep()
+
+
+def _kept_bytes(actor: Any) -> int:
+    """Of what survives a sleep, without what is made anew."""
+    store = actor.ops.store
+    kept = _storages(store.tensors())
+    return sum(kept.values()) - sum(_storages(store._derived()).values())
+
+
+def _storages(tensors: Mapping[str, torch.Tensor]) -> dict[int, int]:
+    """Bytes of each storage, by its address."""
     from miles.backends.training_utils.offload_store import local_tensor
 
-    return local_tensor(tensor)
+    storages = [local_tensor(tensor).untyped_storage() for tensor in tensors.values()]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def _states(actor: Any) -> list[Any]:
@@ -250,83 +241,6 @@ def _states(actor: Any) -> list[Any]:
         return []
     parts = [streamed] if isinstance(streamed, StreamedAdam) else [s._adam for s in streamed]
     return [state for part in parts for state in part.states]
-
-
-def measure_ceilings(options: Benchmark) -> Ceilings:
-    """In a process of its own."""
-    num_bytes, chunk = options.ceiling_mb << 20, options.chunk_mb << 20
-    host = host_memory.allocate(num_bytes)
-    there = torch.zeros(num_bytes, dtype=torch.uint8, device=device.current_device())
-    to_host = min(timed(lambda: host.copy_(there, non_blocking=True)) for _ in range(3))
-    to_device = min(timed(lambda: there.copy_(host, non_blocking=True)) for _ in range(3))
-    files = [DirectFile(str(options.disk_dir)) for _ in range(2)]
-    pieces = [(host[at : at + chunk], at) for at in range(0, num_bytes, chunk)]
-
-    def write(file: DirectFile) -> None:
-        for piece, at in pieces:
-            file.write(piece, at)
-
-    def read(file: DirectFile) -> None:
-        for piece, at in pieces:
-            file.read(piece, at)
-
-    for file in files:
-        file.reserve(num_bytes)
-        write(file)
-    write_s, read_s = timed(lambda: write(files[0])), timed(lambda: read(files[0]))
-
-    def both() -> None:
-        with ThreadPoolExecutor(2) as threads:
-            for done in (threads.submit(read, files[0]), threads.submit(write, files[1])):
-                done.result()
-
-    both_s = timed(both)
-    for file in files:
-        file.close()
-    seconds = (to_host, to_device, write_s, read_s, both_s)
-    return Ceilings(*(num_bytes / s for s in seconds))
-
-
-def in_process(target: Callable[..., Any], *arguments: Any) -> Any:
-    """What ``target`` returns in a process that is a whole job of one rank."""
-    context = mp.get_context("spawn")
-    results: Any = context.Queue()
-    port = distributed.host_rendezvous("127.0.0.1")
-    process = context.Process(target=_child, args=(results, target, port, arguments), daemon=True)
-    process.start()
-    answer = _answer(process, results)
-    process.join(60)
-    if isinstance(answer, str):
-        raise SystemExit(answer)
-    return answer
-
-
-def _answer(process: Any, results: Any) -> Any:
-    deadline = time.monotonic() + train_step.RESULT_TIMEOUT_S
-    while time.monotonic() < deadline:
-        lives = process.is_alive()
-        with suppress(queue.Empty):
-            return results.get(timeout=1)
-        if not lives:
-            raise SystemExit(f"a process of the benchmark ended, exit code {process.exitcode}")
-    raise SystemExit(f"a process of the benchmark took over {train_step.RESULT_TIMEOUT_S:.0f} s")
-
-
-def _child(results: Any, target: Callable[..., Any], port: int, arguments: Sequence[Any]) -> None:
-    os.environ.update(
-        RANK="0",
-        WORLD_SIZE="1",
-        LOCAL_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        CUDA_DEVICE_MAX_CONNECTIONS="1",
-    )
-    try:
-        results.put(target(*arguments))
-    except BaseException as error:
-        results.put(f"{type(error).__name__}: {error}")
-        raise
 
 
 def tables(ceilings: Ceilings, rows: Sequence[Measured]) -> str:
@@ -342,7 +256,7 @@ def tables(ceilings: Ceilings, rows: Sequence[Measured]) -> str:
     for row in rows:
         out, back = (
             (ceilings.to_host, ceilings.to_device)
-            if row.case == "cpu"
+            if row.case in ON_HOST
             else (ceilings.write, ceilings.read)
         )
         size = row.state_bytes
@@ -373,6 +287,10 @@ def tables(ceilings: Ceilings, rows: Sequence[Measured]) -> str:
 
 
 def main(options: Benchmark) -> None:
+    if "rematerialized" in options.cases and "fsdp" in options.backends:
+        raise SystemExit(
+            "--cases rematerialized: FSDP's parameters are masters; --backends megatron"
+        )
     options.folder.mkdir(parents=True, exist_ok=True)
     # In a process of its own, as everything else: this one holds no memory of the device.
     model = in_process(
@@ -385,7 +303,9 @@ def main(options: Benchmark) -> None:
         ),
         SHAPES[options.shape],
     )
-    ceilings: Ceilings = in_process(measure_ceilings, options)
+    ceilings: Ceilings = in_process(
+        measure_ceilings, options.disk_dir, options.ceiling_mb << 20, options.chunk_mb << 20
+    )
     print(ceilings, flush=True)
     rows: list[Measured] = []
     for backend in options.backends:
