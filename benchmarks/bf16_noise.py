@@ -29,7 +29,7 @@ class Benchmark:
     """Measure what bf16 does to log-probs."""
 
     model: Path
-    """Hugging Face directory of a model with a chat template."""
+    """Hugging Face directory."""
     num_prompts: int = 6
     """Sums that are asked."""
     num_samples: int = 4
@@ -63,10 +63,13 @@ def sample(options: Benchmark, model: Any) -> list[Answers]:
     torch.manual_seed(options.seed)
     answers: list[Answers] = []
     for first, second in torch.randint(0, 100, (options.num_prompts, 2), generator=generator):
-        message = {"role": "user", "content": f"State the final answer: {first} + {second} ="}
-        ids = tokenizer.apply_chat_template(
-            [message], add_generation_prompt=True, return_tensors="pt", return_dict=False
-        )
+        question = f"State the final answer: {first} + {second} ="
+        if tokenizer.chat_template:
+            message = {"role": "user", "content": question}
+            question = tokenizer.apply_chat_template(
+                [message], add_generation_prompt=True, tokenize=False
+            )
+        ids = tokenizer(question, add_special_tokens=False, return_tensors="pt").input_ids
         prompts = ids.to(model.device).repeat(options.num_samples, 1)
         ids_SxL = model.generate(
             prompts,
@@ -74,6 +77,7 @@ def sample(options: Benchmark, model: Any) -> list[Answers]:
             do_sample=True,
             top_k=0,
             max_new_tokens=options.new_tokens,
+            eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.eos_token_id,
         )
         is_end_SxT = ids_SxL[:, ids.shape[1] :] == tokenizer.eos_token_id
