@@ -101,7 +101,8 @@ class Measured:
     pinned_bytes: int = 0
     """Host memory for the device's copies, asleep."""
     resident_bytes: int | None = None
-    """Other memory of the process, asleep; unknown where the system does not tell."""
+    """Host memory of the process, asleep, without mapped files; unknown where the system does not
+    tell."""
 
 
 def make_config(options: Benchmark, backend: BackendName, case: Case, model: Path) -> MilesConfig:
@@ -129,8 +130,8 @@ def make_config(options: Benchmark, backend: BackendName, case: Case, model: Pat
 
 
 def resident_bytes() -> int | None:
-    """Of this process in host memory, without pages of mapped files and what is pinned; ``None``
-    where the system tells only all of it together (gVisor)."""
+    """Of this process in host memory, without pages of mapped files; ``None`` where the system tells
+    only all of it together (gVisor)."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     parts = [fields[name] for name in ("RssAnon", "RssShmem") if name in fields]
     return sum(int(part.split()[0]) << 10 for part in parts) if parts else None
@@ -250,7 +251,7 @@ def tables(ceilings: Ceilings, rows: Sequence[Measured]) -> str:
         "ceilings in GB/s: " + ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in limits.items()),
         "",
         "| backend | state | GB moved | first sleep s | sleep s | of ceiling | wake s | of ceiling "
-        "| device GB awake, asleep, all asleep | host GB asleep: pinned, other |",
+        "| device GB awake, asleep, all asleep | host GB asleep: pinned, all |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:

@@ -10,8 +10,8 @@ CONTEXT_BYTES = 2**29
 """Of one process on a device: CUDA's context and its kernels."""
 COMMUNICATOR_BYTES = 2**28
 """Buffers of one NCCL communicator."""
-PROCESS_BYTES = 414 * 2**20
-"""Of Python and its libraries on the host (docs/performance.md)."""
+PROCESS_BYTES = 1600 * 2**20
+"""Of Python, CUDA and their libraries on the host (docs/memory.md)."""
 SHARED_SEGMENTS = 2
 """Of a weight update between processes on one device: one is filled while the other is read."""
 
@@ -84,7 +84,7 @@ def _phase(job: Job, name: str, stage: int, moment: str, lines: list[Line]) -> P
     base = [
         line("CUDA contexts", device=processes * CONTEXT_BYTES),
         line("communicators", device=layout.communicators * COMMUNICATOR_BYTES),
-        line("Python and its libraries", host=PROCESS_BYTES),
+        line("Python, CUDA, libraries", host=PROCESS_BYTES),
     ]
     place = "trainer rank"
     if layout.pipeline > 1:

@@ -58,7 +58,7 @@ def job_of(*argv: object, device_gib: float = 1.0, host_gib: float | None = None
 
 def components(phase: Phase, kind: str = "device") -> dict[str, int]:
     """Bytes by component, but for what every process has."""
-    base = {"CUDA contexts", "communicators", "Python and its libraries"}
+    base = {"CUDA contexts", "communicators", "Python, CUDA, libraries"}
     found = {entry.component: vars(entry.bytes)[kind] for entry in phase.lines}
     return {name: size for name, size in found.items() if size and name not in base}
 
