@@ -25,6 +25,9 @@ def told(program: str) -> Generator[None]:
     except (OSError, FailedElsewhereError) as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted; run it again for the whole", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def require_megatron() -> None:
