@@ -34,7 +34,13 @@ from miles.backends.sglang_utils.arguments import server_arguments
 from miles.core import device
 from miles.core.tracking import read_metrics
 from miles.utils.arguments import read_config
-from miles.utils.external_utils.command_utils import ROOT, FlagValue, to_argv
+from miles.utils.external_utils.command_utils import (
+    ROOT,
+    FlagValue,
+    to_argv,
+    with_values_joined,
+    words_of,
+)
 
 if TYPE_CHECKING:
     from miles.rollout.engine_client import EngineClient
@@ -70,7 +76,7 @@ class Benchmark:
     plain: bool = True
     """Measure plain SGLang too, which starts one more server."""
     flags: str = ""
-    """More flags of train.py, as on the command line: "--flags=--sglang-page-size 16"."""
+    """More flags of train.py, as on the command line: --flags "--sglang-page-size 16"."""
     folder: Path = Path("runs/benchmark/line")
     """Where the model and results.json go."""
 
@@ -229,7 +235,7 @@ def main(options: Benchmark) -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     # In a process of its own: this one must hold no memory of the device beside the run.
     model = in_process(make_model, options.folder / options.shape, SHAPES[options.shape])
-    argv = [*to_argv(flags_of(options, model)), *options.flags.split()]
+    argv = [*to_argv(flags_of(options, model)), *words_of("--flags", options.flags)]
     found = run_miles(options, argv)
     shown = summary(options, found, run_plain(options, argv) if options.plain else None)
     rates = copy_bandwidth()
@@ -246,4 +252,4 @@ def main(options: Benchmark) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Benchmark))
+    main(tyro.cli(Benchmark, args=with_values_joined(sys.argv[1:], "--flags")))

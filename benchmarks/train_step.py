@@ -31,7 +31,12 @@ from miles.contracts.types import Group, Prompt, Sample, Status, TrainBatch
 from miles.core import device, distributed
 from miles.rollout.batch import make_batches
 from miles.utils.arguments import read_config
-from miles.utils.external_utils.command_utils import FlagValue, to_argv
+from miles.utils.external_utils.command_utils import (
+    FlagValue,
+    to_argv,
+    with_values_joined,
+    words_of,
+)
 
 BackendName = Literal["fsdp", "megatron"]
 RESULT_TIMEOUT_S = 900.0
@@ -102,7 +107,7 @@ def make_config(
         "lr": 1e-6,
     }
     more = options.fsdp_flags if backend == "fsdp" else options.megatron_flags
-    config, _ = read_config([*to_argv(flags), *more.split()])
+    config, _ = read_config([*to_argv(flags), *words_of(f"--{backend}-flags", more)])
     return config
 
 
@@ -218,4 +223,5 @@ def main(options: Benchmark) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Benchmark, description=__doc__))
+    given = with_values_joined(sys.argv[1:], "--fsdp-flags", "--megatron-flags")
+    main(tyro.cli(Benchmark, description=__doc__, args=given))

@@ -13,7 +13,13 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from miles.utils.external_utils.command_utils import FlagValue, require_flags, run_train
+from miles.utils.external_utils.command_utils import (
+    FlagValue,
+    require_flags,
+    run_train,
+    with_values_joined,
+    words_of,
+)
 from scripts.run_smollm2_135m_cpu import SmolLM2, problems, summary
 from scripts.smollm2 import FetchError, place, prepare
 
@@ -37,7 +43,7 @@ class SmolLM2OnAccelerator:
     max_digits: int = 2
     """Most digits of a term."""
     flags: str = ""
-    """More flags of train.py, as on the command line: "--flags=--sglang-page-size 16"."""
+    """More flags of train.py, as on the command line: --flags "--sglang-page-size 16"."""
     run_dir: Path = Path("runs/smollm2-135m-gpu")
     """Metrics, samples, reward curve and checkpoints."""
 
@@ -73,7 +79,7 @@ def flags(recipe: SmolLM2OnAccelerator, model: Path) -> dict[str, FlagValue]:
 
 
 def main(recipe: SmolLM2OnAccelerator) -> int:
-    more, target = recipe.flags.split(), place("bf16")
+    more, target = words_of("--flags", recipe.flags), place("bf16")
     require_flags(flags(recipe, target), [target], more=more)
     try:
         model = prepare("bf16")
@@ -86,4 +92,5 @@ def main(recipe: SmolLM2OnAccelerator) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(SmolLM2OnAccelerator, description=__doc__)))
+    given = with_values_joined(sys.argv[1:], "--flags")
+    sys.exit(main(tyro.cli(SmolLM2OnAccelerator, description=__doc__, args=given)))

@@ -6,35 +6,29 @@ The step that the checkpoint's tracker names is converted.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
-
-from miles.config.errors import ConfigError
-from miles.core.hf import CheckpointDirError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exits with code 2 and every problem when the directories do not fit together."""
+    """Exits with code 2 and every problem of the arguments, with code 1 when writing fails."""
     parser = argparse.ArgumentParser(
         description="Convert a checkpoint of the FSDP backend to a Hugging Face directory.",
         allow_abbrev=False,
     )
-    parser.add_argument("--load", required=True, help="checkpoint: the parent of iter_*")
+    parser.add_argument("--load", default="", help="checkpoint: the parent of iter_*")
     parser.add_argument(
         "--hf-checkpoint",
-        required=True,
+        default="",
         help="Hugging Face directory of the model: gives names, config and tokenizer",
     )
-    parser.add_argument("--save", required=True, help="Hugging Face directory to write")
-    options = parser.parse_args(argv)
+    parser.add_argument("--save", default="", help="new Hugging Face directory to write")
+    options, unknown = parser.parse_known_args(argv)
     # Importing transformers takes seconds, which --help does not need.
     from miles.backends.fsdp_utils.conversion import fsdp_to_hf
+    from miles.utils.conversion_tools import told
 
-    try:
-        fsdp_to_hf(options.load, options.hf_checkpoint, options.save)
-    except (ConfigError, CheckpointDirError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    with told(parser.prog):
+        fsdp_to_hf(options.load, options.hf_checkpoint, options.save, unknown)
     print(f"wrote {options.save}")
 
 

@@ -121,7 +121,11 @@ def raise_together(
         raise error
     failed = {r: m for r, m in enumerate(messages) if m is not None}
     if failed:
-        raise RuntimeError(f"{what} failed on other ranks: {failed}")
+        raise FailedElsewhereError(f"{what} failed on other ranks: {failed}")
+
+
+class FailedElsewhereError(RuntimeError):
+    """Another rank has the error; this one only ends with it."""
 
 
 class JoinedGroup:

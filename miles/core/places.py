@@ -1,6 +1,7 @@
 """Whether a place can be read, and what a directory is that a run is to write into."""
 
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -43,6 +44,18 @@ def reason_against_reading(path: str | Path) -> str | None:
         return f"cannot be reached: {error}"
     needed = os.R_OK | os.X_OK if stat.S_ISDIR(mode) else os.R_OK
     return None if os.access(path, needed) else f"cannot be read: no permission for {path}"
+
+
+def free_space(directory: str | Path) -> str:
+    """What is free where ``directory``, which may be missing yet, lies: for the message of a write
+    that failed. Raises nothing."""
+    place = Path(directory).absolute()
+    try:
+        existing = next(folder for folder in (place, *place.parents) if folder.exists())
+        free = shutil.disk_usage(existing).free
+    except OSError as error:
+        return f"{directory}: {error.strerror}"
+    return f"{free / 2**20:,.1f} MiB are free in {existing}"
 
 
 def lies_in_memory(directory: str) -> bool:

@@ -15,26 +15,36 @@ from transformers import AutoModelForCausalLM
 from miles.backends.fsdp_utils.checkpoint import BACKEND, unreadable
 from miles.backends.fsdp_utils.weights import Weight, dtypes_by_key, match_weights
 from miles.backends.training_utils import checkpoints
-from miles.backends.training_utils.hf_export import check_export_target, export_hf
+from miles.backends.training_utils.conversion_check import (
+    check_model,
+    check_new_model,
+    check_step,
+)
+from miles.backends.training_utils.hf_export import export_hf
 from miles.backends.training_utils.hf_files import checkpoint_dtypes
 from miles.config.errors import ConfigError, Problem
 from miles.contracts.types import NamedTensor
 from miles.core import hf
 
 
-def fsdp_to_hf(load: str, hf_checkpoint: str, save: str) -> None:
+def fsdp_to_hf(load: str, hf_checkpoint: str, save: str, unknown: Sequence[str] = ()) -> None:
     """Write the newest step of the checkpoint ``load`` as the Hugging Face directory ``save``.
 
     Names and side files are those of ``hf_checkpoint``; dtypes those in which the run sent its
-    weights. Raises ``ConfigError`` or ``CheckpointDirError``.
+    weights. Raises ``ConfigError``, also for ``unknown`` arguments, ``CheckpointDirError``, or
+    ``OSError`` when writing fails.
     """
-    hf.check_directory(hf_checkpoint)
-    check_export_target(save, hf_checkpoint)
+    problems = [
+        *_unknown(unknown),
+        *check_model(hf_checkpoint),
+        *check_step(load, BACKEND, hf_checkpoint),
+        *check_new_model(save, load, hf_checkpoint),
+    ]
+    if problems:
+        raise ConfigError(problems)
     step = checkpoints.resolve_load(load, announce=False)
-    if step is None:
-        raise ConfigError([Problem("--load", load, "holds no checkpoint")])
-    metadata = checkpoints.verify(step)
-    checkpoints.check_backend(step, metadata, BACKEND)
+    assert step is not None, "checked"
+    metadata = checkpoints.read_metadata(step)
     with torch.device("meta"):
         config = hf.load_config(hf_checkpoint)
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
@@ -49,6 +59,12 @@ def fsdp_to_hf(load: str, hf_checkpoint: str, save: str) -> None:
     sent = {name: getattr(torch, dtype) for name, dtype in metadata["dtypes"].items()}
     weights = [replace(weight, dtype=sent.get(weight.name, weight.dtype)) for weight in weights]
     export_hf(save, hf_checkpoint, weights, _stream(step, folder, weights))
+
+
+def _unknown(words: Sequence[str]) -> list[Problem]:
+    return (
+        [Problem(" ".join(words), "", "is no argument of this tool; see --help")] if words else []
+    )
 
 
 def _stored_shapes(step: Path, folder: Path) -> dict[str, torch.Size]:

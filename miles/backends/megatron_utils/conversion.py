@@ -24,11 +24,13 @@ from miles.backends.megatron_utils.initialize import destroy, initialize  # noqa
 from miles.backends.megatron_utils.sharded_state import TrainerState  # noqa: E402
 from miles.backends.megatron_utils.weights import exported, load_hf, stream_hf  # noqa: E402
 from miles.backends.training_utils import checkpoints  # noqa: E402
-from miles.backends.training_utils.hf_export import (  # noqa: E402
-    check_export_target,
-    check_target,
-    export_hf,
+from miles.backends.training_utils.conversion_check import (  # noqa: E402
+    check_model,
+    check_new_checkpoint,
+    check_new_model,
+    check_step,
 )
+from miles.backends.training_utils.hf_export import export_hf  # noqa: E402
 from miles.backends.training_utils.hf_files import HFFiles  # noqa: E402
 from miles.config.checkpoint import CheckpointConfig  # noqa: E402
 from miles.config.cluster import ClusterConfig  # noqa: E402
@@ -58,11 +60,11 @@ def hf_to_torch_dist(hf_checkpoint: str, save: str, megatron_flags: Sequence[str
     """Write the weights of a Hugging Face directory as the torch_dist checkpoint ``save``, from
     which a run starts at rollout 0. Collective over torchrun's ranks, or one process alone.
 
-    Raises ``ConfigError`` or ``CheckpointDirError``; nothing that could be loaded is then there.
+    Raises ``ConfigError``, ``CheckpointDirError``, or ``OSError`` when writing fails; nothing that
+    could be loaded is then there.
     """
-    check_target(save, hf_checkpoint)
-    _check_no_run(save)
-    config = _config(hf_checkpoint, CheckpointConfig(save=save), megatron_flags)
+    problems = check_new_checkpoint(save, hf_checkpoint)
+    config = _config(hf_checkpoint, CheckpointConfig(save=save), megatron_flags, problems)
     with _joined(config) as args:
         state = TrainerState(args=args, chunks=build_chunks(args, trainable=False))
         load_hf(state.chunks, _converter(hf_checkpoint, args.spec), hf_checkpoint)
@@ -76,17 +78,18 @@ def torch_dist_to_hf(
     ``save``, whose names, dtypes and side files are those of ``hf_checkpoint``.
 
     Collective over torchrun's ranks, or one process alone. Tensors that are not trained (vision)
-    are copied. Raises ``ConfigError`` or ``CheckpointDirError``.
+    are copied. Raises as ``hf_to_torch_dist``.
     """
-    check_export_target(save, hf_checkpoint)
-    config = _config(hf_checkpoint, CheckpointConfig(load=load), megatron_flags)
+    problems = [
+        *check_step(load, checkpoint.BACKEND, hf_checkpoint),
+        *check_new_model(save, load, hf_checkpoint),
+    ]
+    config = _config(hf_checkpoint, CheckpointConfig(load=load), megatron_flags, problems)
+    step = checkpoints.resolve_load(load, announce=False)
+    assert step is not None, "checked"
     files = HFFiles(hf_checkpoint)
     with _joined(config) as args:
         converter = _converter(hf_checkpoint, args.spec)
-        step = checkpoint.find_weights("--load", load)
-        if step is None:
-            remedy = "is a Hugging Face directory already; --load takes a torch_dist checkpoint"
-            raise ConfigError([Problem("--load", load, remedy)])
         state = TrainerState(args=args, chunks=build_chunks(args, trainable=False))
         checkpoint.load_weights(step, state)
         others = [name for name in files.headers if name.startswith(converter.not_trained)]
@@ -106,35 +109,27 @@ def _converter(hf_checkpoint: str, spec: Spec) -> Converter:
         raise ConfigError([Problem("--hf-checkpoint", hf_checkpoint, str(error))]) from error
 
 
-def _check_no_run(save: str) -> None:
-    """Refuse to reset the tracker of a run's checkpoints."""
-    newest = checkpoints.read_tracker(save)
-    if newest:
-        remedy = f"holds checkpoints of a run (the newest is {newest}); give another directory"
-        raise ConfigError([Problem("--save", save, remedy)])
-
-
 def _config(
-    hf_checkpoint: str, checkpoint_config: CheckpointConfig, megatron_flags: Sequence[str]
+    hf_checkpoint: str,
+    checkpoint_config: CheckpointConfig,
+    megatron_flags: Sequence[str],
+    problems: Sequence[Problem],
 ) -> MilesConfig:
-    """The config of a trainer that would have this model and layout. Raises ``ConfigError``."""
-    try:
-        hf.check_directory(hf_checkpoint)
-    except hf.CheckpointDirError as error:
-        raise ConfigError([Problem("--hf-checkpoint", hf_checkpoint, str(error))]) from error
-    line = read_command_line(megatron_flags)
-    problems, flags = _misplaced(line)
+    """The config of a trainer that would have this model and layout. Raises ``ConfigError`` with
+    the ``problems`` of the directories and all others."""
+    unusable = check_model(hf_checkpoint)
+    misplaced, flags = _misplaced(read_command_line(megatron_flags))
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     config = MilesConfig(
         cluster=ClusterConfig(train_backend="megatron", actor_num_gpus_per_node=num_ranks),
-        rollout=RolloutConfig(hf_checkpoint=hf_checkpoint),
+        rollout=RolloutConfig(hf_checkpoint=None if unusable else hf_checkpoint),
         checkpoint=checkpoint_config,
-        precision=_precision(hf_checkpoint),
+        precision=PrecisionConfig() if unusable else _precision(hf_checkpoint),
     )
-    foreign = [*flags, *_layout(hf_checkpoint, flags, num_ranks)]
-    argv, found, messages = arguments.check(config, foreign)
-    if problems or found:
-        raise ConfigError([*problems, *found])
+    layout = [] if unusable else _layout(hf_checkpoint, flags, num_ranks)
+    argv, found, messages = arguments.check(config, [*flags, *layout])
+    if unusable or problems or misplaced or found:
+        raise ConfigError([*unusable, *problems, *misplaced, *found])
     if int(os.environ.get("RANK", "0")) == 0:
         for message in messages:
             log.log(message.level, "%s", message.text)

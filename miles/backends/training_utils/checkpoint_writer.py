@@ -5,7 +5,6 @@ throughout.
 """
 
 import hashlib
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from miles.backends.training_utils import checkpoints
 from miles.config.checkpoint import CheckpointConfig
 from miles.config.errors import ConfigError
-from miles.core import distributed, logging
+from miles.core import distributed, logging, places
 
 log = logging.get(__name__)
 
@@ -78,7 +77,7 @@ class CheckpointWriter:
             try:
                 checkpoints.prepare_staging(self._directory, iteration, self._entries)
             except OSError as caught:
-                error = caught
+                error = self._unwritten(iteration, str(caught))
         distributed.raise_together(error, _what(iteration))
 
     def in_background(self, *, force_sync: bool) -> bool:
@@ -114,13 +113,8 @@ class CheckpointWriter:
         assert self._config.save is not None, "--save"
         return self._config.save
 
-    def _space(self) -> str:
-        """For the message of a failed save; raises nothing, since the other ranks wait."""
-        try:
-            free = shutil.disk_usage(self._directory).free
-        except OSError as error:
-            return f"{self._directory}: {error.strerror}"
-        return f"{free / 2**20:,.1f} MiB are free in {self._directory}"
+    def _unwritten(self, iteration: int, reason: str) -> OSError:
+        return OSError(f"{_what(iteration)}: {reason}; {places.free_space(self._directory)}")
 
     def _write(
         self, iteration: int, write_parts: Callable[[Path], None], metadata: Mapping[str, Any]
@@ -144,10 +138,10 @@ class CheckpointWriter:
         try:
             action()
         except CheckpointException as caught:  # not an ``Exception``
-            error = OSError(f"{_what(iteration)}: {causes(caught)}; {self._space()}")
-        except RuntimeError as caught:
-            # PyTorch's writer has no word for a full disk.
-            error = RuntimeError(f"{caught}; {self._space()}")
+            error = self._unwritten(iteration, causes(caught))
+        except (OSError, RuntimeError) as caught:
+            # PyTorch's writer has no word for a full disk: it raises RuntimeError.
+            error = self._unwritten(iteration, str(caught))
             error.__cause__ = caught
         except Exception as caught:  # whatever it is, the other ranks must hear of it
             error = caught

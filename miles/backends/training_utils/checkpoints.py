@@ -182,16 +182,8 @@ def model_of(hf_checkpoint: str | None) -> dict[str, str | int]:
 
 
 def check_model(step: Path, metadata: Mapping[str, Any], model: Mapping[str, str | int]) -> None:
-    """Raise ``ConfigError`` for a checkpoint of another model; what either does not say is left to
-    the shapes of its tensors."""
-    saved = metadata.get(MODEL)
-    if not isinstance(saved, dict):
-        return
-    differences = [
-        f"{name} {saved[name]} instead of {value}"
-        for name, value in model.items()
-        if name in saved and saved[name] != value
-    ]
+    """Raise ``ConfigError`` for a checkpoint of another model."""
+    differences = model_differences(metadata, model)
     if differences:
         remedy = (
             f"{step} is of another model than --hf-checkpoint ({', '.join(differences)}); give the "
@@ -199,6 +191,19 @@ def check_model(step: Path, metadata: Mapping[str, Any], model: Mapping[str, str
             "afresh, one directory without steps as --load and --save"
         )
         raise ConfigError([Problem("--load", str(step.parent), remedy)])
+
+
+def model_differences(metadata: Mapping[str, Any], model: Mapping[str, str | int]) -> list[str]:
+    """Where a step is of another ``model``; what either does not say is left to the shapes of its
+    tensors."""
+    saved = metadata.get(MODEL)
+    if not isinstance(saved, dict):
+        return []
+    return [
+        f"{name} {saved[name]} instead of {value}"
+        for name, value in model.items()
+        if name in saved and saved[name] != value
+    ]
 
 
 def first_rollout_id(load: str | None) -> int:

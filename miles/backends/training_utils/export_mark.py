@@ -31,6 +31,8 @@ def reason_against_replacing(directory: str | Path) -> str | None:
         return reason
     if not folder.is_dir():
         return "is a file; give a directory"
+    if folder.is_mount():
+        return "is where a file system is mounted, which cannot be replaced; give a directory in it"
     if not any(folder.iterdir()):
         return None
     remedy = "is not replaced; give another directory, or remove it yourself"

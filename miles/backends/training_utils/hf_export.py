@@ -10,7 +10,6 @@ import torch
 
 from miles.backends.training_utils import export_mark
 from miles.backends.training_utils.safetensors_file import Described, SafetensorsFile
-from miles.config.errors import ConfigError, Problem
 from miles.contracts.types import NamedTensor
 from miles.core import distributed, logging, places
 
@@ -18,6 +17,10 @@ log = logging.get(__name__)
 
 SHARD_BYTES = 5 * 10**9
 """Largest file of an export."""
+
+_STAGING, _REPLACED = ".miles-tmp", ".miles-old"
+"""Behind the name of an export: what is being written, and what gives way. Both are removed, so
+they are names that nobody else gives."""
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf")
 
@@ -36,9 +39,10 @@ def export_hf(
     when it is complete, and replaces an older export, but nothing that was not written here. Raises
     on every rank when writing fails.
     """
-    final = Path(directory)
-    staging = final.with_name(final.name + ".tmp")
-    error: Exception | None = None
+    # A link to a directory stays one.
+    final = Path(os.path.realpath(directory))
+    staging = final.with_name(final.name + _STAGING)
+    error: OSError | None = None
     writer = _ShardWriter(staging, weights, shard_bytes) if distributed.rank() == 0 else None
     try:
         if writer is not None:
@@ -64,8 +68,16 @@ def export_hf(
         except OSError as caught:
             error = caught
     if error is not None:
+        error = _described(error, final)
         _clear_away(writer, staging)
     distributed.raise_together(error, f"export to {directory}")
+
+
+def _described(error: OSError, final: Path) -> OSError:
+    """Where the export was to be, which the system's error does not say, and what is free there."""
+    if isinstance(error, FileExistsError):  # nothing was written
+        return error
+    return OSError(f"export to {final}: {error}; {places.free_space(final.parent)}")
 
 
 def _clear_away(writer: "_ShardWriter | None", staging: Path) -> None:
@@ -73,23 +85,6 @@ def _clear_away(writer: "_ShardWriter | None", staging: Path) -> None:
     if writer is not None:
         writer.abandon()
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def check_target(save: str, source: str) -> None:
-    """Raise ``ConfigError`` for a place that cannot be written, or that is what is converted."""
-    reason = places.reason_against(save)
-    if os.path.realpath(save) == os.path.realpath(source):
-        reason = "is the directory that is converted; give another"
-    if reason is not None:
-        raise ConfigError([Problem("--save", save, reason)])
-
-
-def check_export_target(save: str, source: str) -> None:
-    """``check_target``, and that an export may replace what is there."""
-    check_target(save, source)
-    reason = export_mark.reason_against_replacing(save)
-    if reason is not None:
-        raise ConfigError([Problem("--save", save, reason)])
 
 
 class _ShardWriter:
@@ -168,7 +163,7 @@ def _copy_side_files(source: Path, staging: Path, dtypes: set[torch.dtype]) -> N
 
 
 def _replace(staging: Path, final: Path) -> None:
-    old = final.with_name(final.name + ".old")
+    old = final.with_name(final.name + _REPLACED)
     if final.exists():
         # What a killed export left there would stop every later one.
         shutil.rmtree(old, ignore_errors=True)

@@ -11,7 +11,7 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from miles.config.errors import ConfigError
+from miles.config.errors import ConfigError, Problem
 from miles.core import locks, owned
 from miles.utils.arguments import read_config, refusal
 
@@ -38,6 +38,27 @@ def to_argv(flags: Mapping[str, FlagValue]) -> list[str]:
         values = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
         argv.extend(str(item) for item in values)
     return argv
+
+
+def with_values_joined(argv: Sequence[str], *options: str) -> list[str]:
+    """``--flags "--lr 1"`` becomes ``--flags=--lr 1`` for each of the ``options``: tyro takes a
+    value that begins with a dash for a flag of its own."""
+    joined: list[str] = []
+    for word in argv:
+        if joined and joined[-1].replace("_", "-") in options:
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def words_of(option: str, text: str) -> list[str]:
+    """The words of more flags that an ``option`` of a recipe takes, parted as a shell does; a
+    quote that is left open ends this process."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise refusal(ConfigError([Problem(option, text, f"cannot be parted: {error}")])) from None
 
 
 def run_train(

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from miles.core import places
-from miles.core.places import reason_against, reason_against_reading
+from miles.core.places import free_space, reason_against, reason_against_reading
 
 
 def test_a_directory_that_is_there_or_can_be_made_is_fine(tmp_path: Path) -> None:
@@ -63,3 +63,11 @@ def test_a_file_system_in_memory_is_told_from_the_nearest_folder_that_is_there()
     assert not places.lies_in_memory("/")
     # A longer name that only begins like the mount is not in it.
     assert not places.lies_in_memory("/dev/shmoo")
+
+
+def test_what_is_free_is_told_of_the_nearest_directory_that_is_there(tmp_path: Path) -> None:
+    for directory in (tmp_path, tmp_path / "gone" / "too"):
+        assert free_space(directory).endswith(f" MiB are free in {tmp_path}")
+    free = float(free_space("/proc").split(" MiB")[0])
+    assert free == 0.0
+    assert "File name too long" in free_space("x" * 300)

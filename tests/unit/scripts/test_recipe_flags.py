@@ -1,5 +1,7 @@
 """The command lines that recipes and benchmarks make are ones that train.py takes."""
 
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,8 @@ from scripts.run_demo_cpu import Backend, Demo
 from scripts.run_mcore_fsdp import Comparison
 from scripts.run_smollm2_135m_cpu import SmolLM2
 from scripts.run_smollm2_135m_gpu import SmolLM2OnAccelerator
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_smollm2_recipe_is_a_valid_command_line(tiny_qwen3: Path, tmp_path: Path) -> None:
@@ -74,6 +78,18 @@ def test_a_recipe_with_a_wrong_flag_fetches_nothing(
         run_smollm2_135m_cpu.main(SmolLM2(train_backend="foo"))
     with pytest.raises(SystemExit, match="2"):
         run_smollm2_135m_gpu.main(SmolLM2OnAccelerator(train_backend="foo"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_flags_of_a_recipe_need_no_equals_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, run_dir = str(ROOT / "scripts" / "run_smollm2_135m_gpu.py"), str(tmp_path / "run")
+    more = "--made-up 'two words' --colocate"
+    monkeypatch.setattr(sys, "argv", [script, "--run-dir", run_dir, "--flags", more])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(script, run_name="__main__")
+    assert "  --made-up = 'two words': unknown flag" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

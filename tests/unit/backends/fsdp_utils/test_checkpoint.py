@@ -106,6 +106,7 @@ def test_a_save_that_fails_half_way_fails_on_every_rank_and_leaves_the_older_one
         assert error.startswith("2: " if async_save else "1: ")
         assert "checkpoint 2" in error
         assert "File too large" in error
+        assert f"MiB are free in {tmp_path}" in error
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000001", checkpoints.TRACKER]
     first, second = two_ranks.run_well(load_and_report, config)
     assert (first["first"], second["first"]) == (1, 1)

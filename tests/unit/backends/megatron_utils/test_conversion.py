@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,9 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.convert_memory import MIB, both_ways, make_model
+from miles.backends.megatron_utils import package
 from miles.backends.training_utils.checkpoints import TRACKER
 from scripts.made_models import make_qwen3, make_qwen3_5, make_qwen3_moe
 from tests.ranks import Ranks
+from tests.unit.backends.conversion_jobs import on_full_disk
 from tests.unit.backends.fsdp_utils import jobs
 from tools.convert_fsdp_to_hf import main as fsdp_to_hf
 from tools.convert_hf_to_torch_dist import main as hf_to_torch_dist
@@ -186,7 +189,7 @@ REFUSED: dict[str, Refusal] = {
     "a run's directory as target": (
         hf_to_torch_dist,
         {"--save": "{run}"},
-        ("holds checkpoints of a run (the newest is 7)",),
+        ("--save = '{run}': is not empty (iter_0000007, latest_checkpointed",),
     ),
     "Hugging Face as torch_dist": (
         torch_dist_to_hf,
@@ -198,7 +201,28 @@ REFUSED: dict[str, Refusal] = {
         {"--load": "{run}/iter_0000007"},
         ("is one step; give its parent directory",),
     ),
-    "nothing to load": (torch_dist_to_hf, {"--load": "{run}/none"}, ("--load", "none")),
+    "nothing to load": (
+        torch_dist_to_hf,
+        {"--load": "{run}/none"},
+        ("--load = '{run}/none': does not exist",),
+    ),
+    "a model as target": (
+        torch_dist_to_hf,
+        {"--save": "{hf}", "--hf-checkpoint": "{run}"},
+        ("--save = '{hf}': is not empty (",),
+    ),
+    "everything at once": (
+        torch_dist_to_hf,
+        {"--load": "", "--hf-checkpoint": "", "--save": "/proc/new", "--lr": "3", "--num": "2"},
+        (
+            ": 5 problems:\n",
+            "\n  --load: is required",
+            "\n  --hf-checkpoint: is required",
+            "\n  --save = '/proc/new': lies in /proc",
+            "\n  --lr = 3.0: is no flag of",
+            "\n  --num = '2': unknown flag",
+        ),
+    ),
 }
 
 
@@ -219,9 +243,41 @@ def test_what_does_not_fit_is_refused_by_name(
         main(argv)
     printed = capsys.readouterr().err
     for text in says:
-        assert text in printed
+        assert text.format(**places) in printed
     assert not (tmp_path / "out" / TRACKER).exists()
     assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_missing_megatron_is_a_problem_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(package, "_find", lambda: None)
+    for main in (hf_to_torch_dist, torch_dist_to_hf):
+        with pytest.raises(SystemExit, match="2"):
+            main([])
+        assert "needs megatron-core, which is not installed: pip install" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    there, back = tmp_path / "torch_dist", tmp_path / "back"
+    argv = ["--hf-checkpoint", str(tiny_qwen3), "--save", str(there)]
+    answers = megatron_ranks.run_well(on_full_disk, hf_to_torch_dist, argv, 30_000, num_ranks=2)
+    for code, said in answers:
+        assert code == 1
+        assert re.search(rf": error: checkpoint 0.* MiB are free in {there}\W*\n$", said)
+        assert "Traceback" not in said
+    assert list(there.iterdir()) == []
+
+    megatron_ranks.run_well(hf_to_torch_dist, argv, num_ranks=1)
+    argv = ["--load", str(there), "--hf-checkpoint", str(tiny_qwen3), "--save", str(back)]
+    answers = megatron_ranks.run_well(on_full_disk, torch_dist_to_hf, argv, 50_000, num_ranks=2)
+    for code, said in answers:
+        assert code == 1
+        assert re.search(rf": error: export to {back}.* MiB are free in {tmp_path}\W*\n$", said)
+        assert "Traceback" not in said
+    assert list(tmp_path.iterdir()) == [there]
 
 
 @pytest.mark.full
@@ -254,7 +310,7 @@ def test_a_killed_export_leaves_no_directory_of_its_name_and_runs_again(
     megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
 ) -> None:
     there, back = tmp_path / "torch_dist", tmp_path / "back"
-    staged = tmp_path / "back.tmp" / "model.safetensors"
+    staged = tmp_path / "back.miles-tmp" / "model.safetensors"
     argv = ["--hf-checkpoint", str(tiny_qwen3), "--save", str(there)]
     megatron_ranks.run_well(hf_to_torch_dist, argv, num_ranks=1)
     half = (tiny_qwen3 / "model.safetensors").stat().st_size // 2

@@ -245,6 +245,7 @@ def test_a_save_that_fails_half_way_fails_on_every_rank_and_leaves_the_older_one
         assert error.startswith("2: " if async_save else "1: ")
         assert "checkpoint 2" in error
         assert "File too large" in error
+        assert f"MiB are free in {tmp_path}" in error
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000001", checkpoints.TRACKER]
     assert megatron_ranks.run_well(start, config, num_ranks=2) == [1, 1]
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from miles.utils.external_utils.command_utils import with_values_joined, words_of
+
 ROOT = Path(__file__).resolve().parents[4]
 TIMEOUT_S = 30.0
 
@@ -133,3 +135,19 @@ def test_the_exit_code_is_the_childs(tmp_path: Path, code: str, wanted: int) -> 
         check=False,
     )
     assert result.returncode == wanted
+
+
+def test_more_flags_are_joined_to_the_option_that_takes_them() -> None:
+    for given in (["--flags", "--lr 1"], ["--flags=--lr 1"]):
+        argv = with_values_joined(["--seed", "2", *given, "--seed", "3"], "--flags")
+        assert argv == ["--seed", "2", "--flags=--lr 1", "--seed", "3"]
+    assert with_values_joined(["--more_flags", "--lr"], "--more-flags") == ["--more_flags=--lr"]
+    assert with_values_joined(["--flags"], "--flags") == ["--flags"]
+
+
+def test_more_flags_are_parted_as_a_shell_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert words_of("--flags", "") == []
+    assert words_of("--flags", "--tool 'two words' --on") == ["--tool", "two words", "--on"]
+    with pytest.raises(SystemExit, match="2"):
+        words_of("--flags", "--tool 'two")
+    assert """--flags = "--tool 'two": cannot be parted: No closing""" in capsys.readouterr().err
