@@ -130,8 +130,8 @@ def make_config(options: Benchmark, backend: BackendName, case: Case, model: Pat
 
 
 def resident_bytes() -> int | None:
-    """Of this process in host memory, without mapped files; ``None`` where the system tells only all
-    of it together (gVisor)."""
+    """Of this process in host memory, without mapped files; ``None`` where the system tells only
+    all of it together (gVisor)."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     parts = [fields[name] for name in ("RssAnon", "RssShmem") if name in fields]
     return sum(int(part.split()[0]) << 10 for part in parts) if parts else None
