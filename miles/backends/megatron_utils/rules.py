@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from miles.backends.megatron_utils import package
 from miles.backends.megatron_utils.offload_rules import OFFLOAD_RULES
+from miles.backends.megatron_utils.pipeline_rules import PIPELINE_RULES
 from miles.config.errors import Problem
 from miles.config.messages import Message, warning
 from miles.config.root import MilesConfig
@@ -83,50 +84,6 @@ def shards_are_whole(args: argparse.Namespace, config: MilesConfig) -> list[Prob
         for flag, size, what, total in rows
         if total is not None and total % size != 0
     ]
-
-
-def layers_divide_into_stages(args: argparse.Namespace, config: MilesConfig) -> list[Problem]:
-    """Every pipeline stage has as many layers, unless Megatron's uneven flags say otherwise."""
-    stages, layers = args.pipeline_model_parallel_size, args.num_layers
-    uneven = (
-        args.decoder_first_pipeline_num_layers,
-        args.decoder_last_pipeline_num_layers,
-        args.pipeline_model_parallel_layout,
-    )
-    if layers is None or any(flag is not None for flag in uneven):
-        return []
-    counted = layers
-    counted += args.account_for_embedding_in_pipeline_split
-    counted += args.account_for_loss_in_pipeline_split
-    remedy = (
-        f"must divide the model's {layers} layers (--decoder-first-pipeline-num-layers, "
-        "--decoder-last-pipeline-num-layers and --pipeline-model-parallel-layout split unevenly)"
-    )
-    if counted % stages != 0:
-        return [Problem("--pipeline-model-parallel-size", stages, remedy)]
-    per_stage = counted // stages
-    rows = (
-        ("--num-layers-per-virtual-pipeline-stage", args.num_layers_per_virtual_pipeline_stage),
-        ("--num-virtual-stages-per-pipeline-rank", args.num_virtual_stages_per_pipeline_rank),
-    )
-    return [
-        Problem(flag, number, f"must divide the {per_stage} layers of a stage")
-        for flag, number in rows
-        if number is not None and (number < 1 or per_stage % number != 0)
-    ]
-
-
-def virtual_stages_overlap(args: argparse.Namespace, config: MilesConfig) -> list[Problem]:
-    """The interleaved schedule is right with overlapped communication only: batched sends between
-    the same two ranks mix up their order (over gloo without any error)."""
-    virtual = (
-        args.num_layers_per_virtual_pipeline_stage,
-        args.num_virtual_stages_per_pipeline_rank,
-    )
-    if args.overlap_p2p_comm or all(flag is None for flag in virtual):
-        return []
-    remedy = "virtual pipeline stages need overlapped communication; leave it out"
-    return [Problem("--no-overlap-p2p-communication", True, remedy)]
 
 
 def experts_with_tensor_parallelism_shard_the_sequence(
@@ -259,8 +216,7 @@ RULES: tuple[Rule, ...] = (
     dimensions_divide_the_ranks,
     experts_need_a_mixture,
     shards_are_whole,
-    layers_divide_into_stages,
-    virtual_stages_overlap,
+    *PIPELINE_RULES,
     experts_with_tensor_parallelism_shard_the_sequence,
     tokens_are_dispatched_as_they_come,
     forward_passes_repeat,

@@ -107,6 +107,55 @@ def test_layers_divide_into_stages_unless_split_unevenly(parser: Any) -> None:
     assert found(parser, f"{seven} {PP} 2 --account-for-loss-in-pipeline-split") == []
 
 
+@pytest.mark.parametrize(
+    ("stages", "ends", "flag"),
+    [
+        (2, "--decoder-first-pipeline-num-layers 9", "--decoder-first-pipeline-num-layers"),
+        (2, "--decoder-last-pipeline-num-layers 8", "--decoder-last-pipeline-num-layers"),
+        (2, "--decoder-last-pipeline-num-layers -3", "--decoder-last-pipeline-num-layers"),
+        (4, "--decoder-first-pipeline-num-layers 1", "--decoder-first-pipeline-num-layers"),
+        (1, "--decoder-first-pipeline-num-layers 2", "--decoder-first-pipeline-num-layers"),
+        (
+            2,
+            "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 4",
+            "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers",
+        ),
+        (
+            2,
+            "--decoder-first-pipeline-num-layers 3 --num-virtual-stages-per-pipeline-rank 2",
+            "--num-virtual-stages-per-pipeline-rank",
+        ),
+        (2, "--pipeline-model-parallel-layout Et*3|t*4L", "--pipeline-model-parallel-layout"),
+        (4, "--pipeline-model-parallel-layout Et*4|t*4L", "--pipeline-model-parallel-layout"),
+        (2, "--pipeline-model-parallel-layout banana", "--pipeline-model-parallel-layout"),
+    ],
+)
+def test_uneven_stages_hold_every_layer(parser: Any, stages: int, ends: str, flag: str) -> None:
+    assert flags(parser, f"{DENSE} {PP} {stages} {ends}") == [flag]
+
+
+def test_stages_are_split_in_one_way(parser: Any) -> None:
+    first, loss = "--decoder-first-pipeline-num-layers", "--account-for-loss-in-pipeline-split"
+    layout = "--pipeline-model-parallel-layout"
+    line = f"{DENSE} {PP} 2"
+    assert flags(parser, f"{line} {first} 3 {loss}") == [f"{loss}, {first}"]
+    assert flags(parser, f"{line} {first} 3 {layout} Et*3|t*5L") == [f"{first}, {layout}"]
+
+
+@pytest.mark.parametrize(
+    ("stages", "ends"),
+    [
+        (2, "--decoder-first-pipeline-num-layers 3"),
+        (2, "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 5"),
+        (4, "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3"),
+        (2, "--decoder-last-pipeline-num-layers 2 --num-virtual-stages-per-pipeline-rank 2"),
+        (2, "--pipeline-model-parallel-layout Et*3|t*5L"),
+    ],
+)
+def test_uneven_stages_that_hold_every_layer_pass(parser: Any, stages: int, ends: str) -> None:
+    assert found(parser, f"{DENSE} {PP} {stages} {ends}") == []
+
+
 def test_virtual_stages_divide_a_stage_and_overlap(parser: Any) -> None:
     line = f"{DENSE} {PP} 2 --num-layers-per-virtual-pipeline-stage"
     assert found(parser, f"{line} 2") == []
