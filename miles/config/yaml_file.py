@@ -33,6 +33,10 @@ def read_arguments(path: str, specs: Sequence[FlagSpec]) -> tuple[list[str], lis
             remedy = f"the same flag as {seen[flag]!r} in {path}; leave one out"
             problems.append(Problem(option, value, remedy))
         seen[flag] = str(key)
+        if name.startswith("-"):
+            remedy = f"is written {name.lstrip('-')!r} in a file ({path}), without dashes in front"
+            problems.append(Problem(str(key), value, remedy))
+            continue
         if name in NOT_IN_A_FILE:
             problems.append(Problem(option, value, f"has no place in a file ({path})"))
             continue

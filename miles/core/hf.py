@@ -24,6 +24,7 @@ def check_config(path: str) -> None:
     if not (folder / "config.json").is_file():
         raise CheckpointDirError(f"{path!r} has no config.json{_trained(folder)}")
     _check_model_type(folder)
+    _check_sizes(path)
 
 
 def check_causal(path: str) -> None:
@@ -115,6 +116,19 @@ def _check_model_type(folder: Path) -> None:
         load_config(str(folder))
 
 
+def _check_sizes(path: str) -> None:
+    """Nothing of the model is empty; experts it may have none."""
+    empty = [
+        f"{name} {size}"
+        for name, size in stated_model(path).items()
+        if type(size) is int and size < 1 and "exp" not in name and "moe" not in name
+    ]
+    if empty:
+        raise CheckpointDirError(
+            f"{Path(path) / 'config.json'} says {', '.join(empty)}: each must be at least 1"
+        )
+
+
 def _is_known_to_transformers(model_type: str) -> bool:
     from transformers import CONFIG_MAPPING
 
@@ -161,7 +175,7 @@ def _check_fit(path: str, shapes: dict[str, hf_weights.Shape]) -> None:
     if "quantization_config" in read_config(path):
         return
     text = _stated_text_config(path)
-    reason = hf_weights.missing_layers(shapes, text)
+    reason = hf_weights.other_layers(shapes, text)
     if reason is None and hf_weights.raises_doubt(shapes, text):
         found = hf_weights.misfits(shapes, load_config(path))
         reason = f"its weights do not fit: {'; '.join(found[:3])}" if found else None

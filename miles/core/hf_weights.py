@@ -49,11 +49,18 @@ def read_shapes(file: Path) -> dict[str, Shape]:
         return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
 
 
-def missing_layers(shapes: Mapping[str, Shape], text_config: Mapping[str, Any]) -> str | None:
-    """That the files have fewer layers than the config says; ``None``: they have not."""
+def other_layers(shapes: Mapping[str, Shape], text_config: Mapping[str, Any]) -> str | None:
+    """That the files have fewer or more layers than the config says; ``None``: they have not.
+
+    Layers that predict further tokens (``num_nextn_predict_layers``) may follow its own.
+    """
     layers = {int(found[1]) for name in shapes if (found := _LAYER.match(name))}
     stated = text_config.get("num_hidden_layers")
-    if not layers or not isinstance(stated, int) or stated <= max(layers) + 1:
+    if not layers or not isinstance(stated, int):
+        return None
+    following = text_config.get("num_nextn_predict_layers")
+    most = stated + (following if isinstance(following, int) else 0)
+    if stated <= max(layers) + 1 <= most:
         return None
     return f"its weights have {max(layers) + 1} layers, but config.json says {stated}"
 

@@ -264,18 +264,31 @@ def verify(step: Path) -> dict[str, Any]:
         elif path.stat().st_size != size:
             faults.append(f"{path} has {path.stat().st_size} bytes instead of {size}")
     if faults:
-        reason = f"step {metadata['iteration']} is damaged: {'; '.join(faults)}"
-        remedy = f"restore it or write another step into {TRACKER}; {_steps(step.parent)}"
-        raise _refused(step.parent, f"{reason}. {remedy}")
+        reason = f"{_named(step, metadata)} is damaged: {'; '.join(faults)}"
+        raise _refused(step.parent, f"{reason}. {_remedy(step)}")
     return metadata
 
 
 def damaged(step: Path, file: Path) -> str:
     """What to tell of a file of ``step`` that cannot be read though its size is right."""
-    return (
-        f"step {read_metadata(step)['iteration']}: {file} is damaged or missing; restore it, or "
-        f"write another step into {step.parent / TRACKER}"
-    )
+    return f"{_named(step, read_metadata(step))}: {file} is damaged or missing; {_remedy(step)}"
+
+
+def _named(step: Path, metadata: Mapping[str, Any]) -> str:
+    return "what was converted" if step.name == RELEASE else f"step {metadata['iteration']}"
+
+
+def _remedy(step: Path) -> str:
+    """Of a step that is damaged."""
+    if step.name == RELEASE:
+        return "Restore it, or convert again"
+    others = [
+        number for number in _iterations(step.parent) if step_dir(step.parent, number) != step
+    ]
+    if not others:
+        return "Restore it; it is the only step there"
+    shown = ", ".join(map(str, others))
+    return f"Restore it, or write another step into {step.parent / TRACKER} (there are {shown})"
 
 
 def recover(save: str | Path) -> None:

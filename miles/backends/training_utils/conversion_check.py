@@ -87,8 +87,12 @@ def _check_target(save: str, reason: str | None) -> list[Problem]:
 
 
 def _reason_against_place(save: str, sources: Sequence[str]) -> str | None:
-    if os.path.realpath(save) in {os.path.realpath(source) for source in sources if source}:
-        return "is the directory that is converted; give another"
+    target = Path(os.path.realpath(save))
+    for source in (Path(os.path.realpath(source)) for source in sources if source):
+        if target == source:
+            return "is the directory that is converted; give another"
+        if source in target.parents and (source / "config.json").is_file():
+            return f"lies in the model {source}; give another"
     return places.reason_against(save) or places.reason_against_reading(save)
 
 

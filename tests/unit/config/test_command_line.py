@@ -101,6 +101,7 @@ def test_an_unknown_key_names_the_file_and_the_nearest_flag(tmp_path: Path) -> N
         ("save: {a: b}", "--save", "one value, not a mapping"),
         ('save: "a\\0b"', "--save", "null character"),
         ("config: other.yaml", "--config", "has no place in a file"),
+        ("--lr: 1.0e-6", "--lr", "is written 'lr' in a file"),
         ("train_env_vars: {when: 2024-01-01}", "--train-env-vars", "not JSON serializable"),
     ],
 )

@@ -229,6 +229,22 @@ def test_weights_of_fewer_layers_than_the_config_are_told(model: Path) -> None:
         check_directory(str(model))
 
 
+def test_weights_of_more_layers_than_the_config_are_told(model: Path) -> None:
+    write_config(model, num_hidden_layers=1, layer_types=["full_attention"])
+    with pytest.raises(CheckpointDirError, match=r"weights have 2 layers, but config\.json says 1"):
+        check_directory(str(model))
+    one_more = {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+    write_config(model, **one_more, layer_types=["full_attention"])
+    check_directory(str(model))
+
+
+@pytest.mark.parametrize("key", ["num_attention_heads", "num_key_value_heads", "vocab_size"])
+def test_a_model_of_no_size_is_refused(model: Path, key: str) -> None:
+    write_config(model, **{key: 0})
+    with pytest.raises(CheckpointDirError, match=rf"config\.json says {key} 0: each must be at"):
+        check_config(str(model))
+
+
 def test_sizes_that_raise_doubt_pass_where_the_model_has_them(model: Path) -> None:
     """A key may mean something else to a family: what transformers builds decides."""
     shapes = {"model.embed_tokens.weight": (16, 8)}

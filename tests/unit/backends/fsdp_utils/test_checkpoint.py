@@ -211,7 +211,7 @@ def test_a_file_of_zeros_is_refused_with_path_and_remedy_alone(
     file.write_bytes(bytes(file.stat().st_size))
     text = refusal(two_ranks, saved)
     assert f"step 1: {file} is damaged" in text
-    assert "write another step into" in text
+    assert "Restore it; it is the only step there" in text
     assert "weights_only" not in text
     assert "does not fit" not in text
 

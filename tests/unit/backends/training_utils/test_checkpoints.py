@@ -225,6 +225,25 @@ def test_a_file_that_is_gone_is_refused_with_path_and_step(tmp_path: Path) -> No
     assert f"{step / 'model' / 'shard'} is missing" in remedy(tmp_path)
 
 
+def test_what_to_do_about_a_damaged_step_depends_on_what_else_is_there(tmp_path: Path) -> None:
+    step = save(tmp_path, 12)
+    (step / "model" / "shard").unlink()
+    assert "Restore it; it is the only step there" in remedy(tmp_path)
+    save(tmp_path, 10)
+    (tmp_path / checkpoints.TRACKER).write_text("12")
+    assert f"write another step into {tmp_path / checkpoints.TRACKER} (there are 10)" in remedy(
+        tmp_path
+    )
+
+
+def test_a_damaged_conversion_is_to_be_made_again(tmp_path: Path) -> None:
+    step = save(tmp_path, 0)
+    (step / "model" / "shard").unlink()
+    text = remedy(tmp_path)
+    assert "what was converted is damaged" in text
+    assert "Restore it, or convert again" in text
+
+
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"files": 3}'])
 def test_a_step_without_readable_metadata_is_refused(tmp_path: Path, content: str | None) -> None:
     step = save(tmp_path, 12)

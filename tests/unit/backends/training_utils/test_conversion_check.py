@@ -60,13 +60,17 @@ def test_a_target_that_cannot_be_written_or_is_converted_is_refused(
 ) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "source").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    assert check(str(tmp_path / "source" / "new"), str(tmp_path / "source")) == []
     for target, says in (
         ("", "is required"),
         (str(tmp_path / "file"), "is a file"),
         ("/proc/new", "lies in /proc"),
         (str(tmp_path / "source" / ".." / "source"), "is the directory that is converted"),
+        (str(tmp_path / "model" / "new"), f"lies in the model {tmp_path / 'model'}"),
     ):
-        (problem,) = check(target, "", str(tmp_path / "source"))
+        (problem,) = check(target, "", str(tmp_path / "source"), str(tmp_path / "model"))
         assert says in problem.remedy
 
 
