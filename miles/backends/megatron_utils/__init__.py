@@ -10,3 +10,8 @@ warnings.filterwarnings("ignore", r"Only transformer-engine.* supports MoE exper
 warnings.filterwarnings("ignore", r"\w+ is experimental and still under active development")
 warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor", module=r"megatron\.")
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+# What Megatron's reading and writing of torch_dist says each time.
+_DCP = r"torch\.distributed\.checkpoint"
+warnings.filterwarnings("ignore", r"torch\.distributed is disabled", module=_DCP)
+warnings.filterwarnings("ignore", r"Please use DTensor instead", module=_DCP)
+warnings.filterwarnings("ignore", r"The argument order of load has been changed", module=_DCP)
