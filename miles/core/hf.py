@@ -61,8 +61,9 @@ def _trained(folder: Path) -> str:
     for kind, converter, patterns in _TRAINERS:
         if any(any(folder.glob(pattern)) for pattern in patterns):
             return (
-                f"; it looks like a training checkpoint ({kind}), which --load takes; "
-                f"{converter} makes a Hugging Face directory of it"
+                f"; it looks like a training checkpoint ({kind}) or one step of it: --load of that "
+                f"backend takes the directory that holds its steps, and {converter} makes a "
+                "Hugging Face directory of it"
             )
     return ""
 

@@ -229,6 +229,8 @@ def _unused_reference(config: MilesConfig) -> list[Problem]:
         return []
     if not _trains_with_megatron(config):
         return []  # The table of flags without effect has it.
+    if not (Path(config.algorithm.ref_load) / "config.json").is_file():
+        return []  # It is none, which is told anyway.
     remedy = (
         "a Hugging Face directory is only read as a reference (--use-kl-loss or --kl-coef); the "
         "policy starts from --hf-checkpoint, or from a torch_dist checkpoint given here"
