@@ -215,6 +215,7 @@ def test_engines_that_still_load_are_stopped_at_once(
     assert not psutil.pid_exists(pid)
 
 
+@pytest.mark.full
 def test_a_new_engine_holds_no_more_memory_than_the_one_it_replaces(
     ray_address: str, tiny_qwen3: Path, tmp_path: Path
 ) -> None:
@@ -273,6 +274,7 @@ def test_work_during_which_an_engine_ends_is_done_again_with_a_new_one_if_it_end
     assert len(asked) == len(set(asked)) == 2
 
 
+@pytest.mark.full
 def test_work_that_fails_by_itself_is_not_repeated(
     ray_address: str, tiny_qwen3: Path, tmp_path: Path
 ) -> None:

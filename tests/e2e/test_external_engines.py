@@ -26,6 +26,7 @@ def version(url: str) -> int:
     return int(get(url, "/model_info").json["weight_version"])
 
 
+@pytest.mark.full
 def test_an_engine_launched_elsewhere_is_trained_and_outlives_the_run(
     run_train: Runner, base_flags: dict[str, Any], tiny_qwen3: Path, tmp_path: Path
 ) -> None:
