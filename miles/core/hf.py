@@ -117,12 +117,19 @@ def _check_model_type(folder: Path) -> None:
         load_config(str(folder))
 
 
+_NEVER_EMPTY = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    "vocab_size",
+)
+
+
 def _check_sizes(path: str) -> None:
-    """Nothing of the model is empty; experts it may have none."""
+    """No model is without these, as far as ``config.json`` itself states them."""
+    sizes = stated_model(path)
     empty = [
         f"{name} {size}"
-        for name, size in stated_model(path).items()
-        if type(size) is int and size < 1 and "exp" not in name and "moe" not in name
+        for name in _NEVER_EMPTY
+        if isinstance(size := sizes.get(name), int) and size < 1
     ]
     if empty:
         raise CheckpointDirError(

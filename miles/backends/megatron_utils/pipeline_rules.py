@@ -84,7 +84,7 @@ def layout_holds_every_layer(args: argparse.Namespace, config: MilesConfig) -> l
     try:
         stages = PipelineParallelLayerLayout(layout, args.pipeline_model_parallel_size)
         stages.validate_layer_layout(layers, args.mtp_num_layers)
-    except (AssertionError, NotImplementedError) as error:
+    except (AssertionError, IndexError, NotImplementedError) as error:  # its way to refuse
         return [Problem(_LAYOUT, layout, f"does not fit the model's {layers} layers: {error}")]
     return []
 

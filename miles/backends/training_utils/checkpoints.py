@@ -271,7 +271,7 @@ def verify(step: Path) -> dict[str, Any]:
 
 def damaged(step: Path, file: Path) -> str:
     """What to tell of a file of ``step`` that cannot be read though its size is right."""
-    return f"{_named(step, read_metadata(step))}: {file} is damaged or missing; {_remedy(step)}"
+    return f"{_named(step, read_metadata(step))}: {file} is damaged or missing. {_remedy(step)}"
 
 
 def _named(step: Path, metadata: Mapping[str, Any]) -> str:

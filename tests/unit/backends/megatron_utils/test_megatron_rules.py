@@ -127,6 +127,7 @@ def test_layers_divide_into_stages_unless_split_unevenly(parser: Any) -> None:
         ),
         (2, "--pipeline-model-parallel-layout Et*3|t*4L", "--pipeline-model-parallel-layout"),
         (4, "--pipeline-model-parallel-layout Et*4|t*4L", "--pipeline-model-parallel-layout"),
+        (2, "--pipeline-model-parallel-layout |", "--pipeline-model-parallel-layout"),
         (2, "--pipeline-model-parallel-layout banana", "--pipeline-model-parallel-layout"),
     ],
 )
