@@ -117,7 +117,7 @@ def run_miles(options: Benchmark, argv: list[str]) -> dict[str, float]:
         [sys.executable, str(ROOT / "train.py"), *argv, "--run-dir", str(run_dir)],
         check=True,
         timeout=TIMEOUT_S,
-        env={**os.environ, "PYTHONPATH": _path()},
+        env={**os.environ, "PYTHONPATH": python_path()},
     )
     rows = [row for row in read_metrics(run_dir) if row["step"] > options.num_warmup]
     names = [name for name in rows[0] if all(name in row for row in rows)]
@@ -165,7 +165,7 @@ def _server(folder: Path, arguments: list[str]) -> Generator[str]:
     with (folder / "plain.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments, *own],
-            env={**os.environ, "PYTHONPATH": _path()},
+            env={**os.environ, "PYTHONPATH": python_path()},
             stdout=log,
             stderr=log,
         )
@@ -227,7 +227,7 @@ def summary(
     }
 
 
-def _path() -> str:
+def python_path() -> str:
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 

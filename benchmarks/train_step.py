@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -70,6 +71,8 @@ class Benchmark:
     """More flags for the Megatron backend."""
     peak_flops: float = H200_BF16_FLOPS
     """Of one accelerator, for the share of it that is used (MFU)."""
+    profile: bool = False
+    """After each measurement print which kernels one more step takes its time in."""
     folder: Path = Path("runs/benchmark/train_step")
     """Where the model and results.json go."""
 
@@ -133,7 +136,9 @@ def make_groups(options: Benchmark, shape: Shape) -> list[Group]:
     return groups
 
 
-def train(rank: int, port: int, config: MilesConfig, groups: list[Group], results: Any) -> None:
+def train(
+    rank: int, port: int, config: MilesConfig, groups: list[Group], profile: bool, results: Any
+) -> None:
     """One trainer rank; rank 0 reports the seconds of each step and its peak memory."""
     os.environ.update(
         RANK=str(rank),
@@ -149,15 +154,25 @@ def train(rank: int, port: int, config: MilesConfig, groups: list[Group], result
     actor: Any = BACKENDS.load(config.cluster.train_backend)()
     actor.init(config)
     assert config.data.num_rollout is not None
-    seconds: list[float] = []
-    for number in range(config.data.num_rollout):
+
+    def step(number: int) -> float:
         shards: list[TrainBatch] = make_batches(groups, config, number, actor.parallel.dp_size)
         device.synchronize()
         start = time.perf_counter()
         actor.train(number, shards[actor.parallel.dp_rank])
         device.synchronize()
-        seconds.append(time.perf_counter() - start)
+        return time.perf_counter() - start
+
+    seconds = [step(number) for number in range(config.data.num_rollout)]
     peak_bytes = device.memory_stats().peak_bytes
+    if profile and rank == 0:
+        with torch.profiler.profile() as trace:
+            taken = step(config.data.num_rollout)
+        order = "device_time_total" if device.has_accelerator() else "cpu_time_total"
+        print(f"a step of {taken:.3f} s, profiled")
+        print(trace.key_averages().table(sort_by=f"self_{order}", row_limit=40), flush=True)
+    elif profile:
+        step(config.data.num_rollout)
     actor.shutdown()
     if rank == 0:
         results.put((seconds, peak_bytes))
@@ -169,7 +184,9 @@ def measure(options: Benchmark, config: MilesConfig, groups: list[Group]) -> Row
     results: Any = context.Queue()
     port = distributed.host_rendezvous("127.0.0.1")
     ranks = [
-        context.Process(target=train, args=(rank, port, config, groups, results), daemon=True)
+        context.Process(
+            target=train, args=(rank, port, config, groups, options.profile, results), daemon=True
+        )
         for rank in range(options.num_ranks)
     ]
     for process in ranks:

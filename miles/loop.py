@@ -38,6 +38,7 @@ from miles.rundir import (
 )
 
 STOP_TIMEOUT_S = 30.0
+GIB = 2**30
 
 
 class Job:
@@ -369,6 +370,8 @@ class Job:
         metrics, seconds = self._metrics, self._metrics["perf/step_time"]
         if "rollout/num_tokens" in metrics:
             metrics["perf/tokens_per_s"] = metrics["rollout/num_tokens"] / seconds
+        peaks = self._trainer.take_memory_peaks() if self._trainer is not None else {}
+        metrics.update({f"perf/memory/{k}_peak_gib": v / GIB for k, v in peaks.items()})
         self._record(rollout_id)
         self.console.rollout(rollout_id, metrics)
 

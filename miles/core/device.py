@@ -143,6 +143,12 @@ def memory_stats() -> MemoryStats:
     )
 
 
+def reset_peak() -> None:
+    """Let ``memory_stats().peak_bytes`` be the most from here on."""
+    if has_accelerator():
+        torch.accelerator.reset_peak_memory_stats()
+
+
 def pin(address: int, num_bytes: int) -> bool:
     """Let the device's copies use host memory of whole pages, until ``unpin``. Whether that makes a
     difference here. Raises ``RuntimeError`` where the driver refuses."""

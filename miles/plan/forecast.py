@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from miles.plan import engine, trainer
 from miles.plan.job import Engines, Job
 from miles.plan.memory import Bytes, Line, line, total
+from miles.plan.residency import StateBytes
 
 CONTEXT_BYTES = 2**29
 """Of one process on a device: CUDA's context and its kernels."""
@@ -12,6 +13,8 @@ COMMUNICATOR_BYTES = 2**28
 """Buffers of one NCCL communicator."""
 PROCESS_BYTES = 1600 * 2**20
 """Of Python, CUDA and their libraries on the host (docs/memory.md)."""
+WRITTEN_STATE = 12
+"""Of a parameter in Megatron's checkpoints: its main one and two moments."""
 SHARED_SEGMENTS = 2
 """Of a weight update between processes on one device: one is filled while the other is read."""
 
@@ -169,14 +172,12 @@ def _save(job: Job, stage: int) -> list[Line]:
     lines = [*trainer.idle_lines(job, stage), *_resting_engine(job)]
     saving, layout = job.saving, job.layout
     if saving.checkpoint:
-        copies = (layout.replicas, layout.replicas)
-        if layout.backend == "megatron":
-            copies = (layout.shards, 1 if job.numbers.distributed_optimizer else layout.shards)
-            lines += _gathered_optimizer(job, stage)
-        elif saving.in_background:
-            written = held.checkpoint_bytes(optimizer=saving.optimizer)
-            lines.append(line("copy for the save", host=written))
-        written = held.checkpoint_bytes(optimizer=saving.optimizer, copies=copies)
+        written = _written(job, held)
+        if saving.in_background:
+            # FSDP's ranks copy what they hold, also where another one writes it.
+            is_fsdp = layout.backend == "fsdp"
+            copied = held.checkpoint_bytes(optimizer=saving.optimizer) if is_fsdp else written
+            lines.append(line("copy for the save", host=copied))
         lines.append(line("checkpoint", disk=written))
     if saving.hf:
         exported = job.model.dtype_bytes * job.model.num_parameters
@@ -188,15 +189,19 @@ def _save(job: Job, stage: int) -> list[Line]:
     return lines
 
 
-def _gathered_optimizer(job: Job, stage: int) -> list[Line]:
-    """Masters and moments of all data-parallel ranks in fp32, on the first of them: one for each
-    tensor-parallel rank, counted as the mean over a machine's ranks."""
-    if not (job.saving.optimizer and job.numbers.distributed_optimizer):
-        return []
-    layout = job.layout
-    first = min(layout.tensor, layout.ranks_per_node) / layout.ranks_per_node
-    whole = 12 * trainer.state(job, stage).parameters
-    return [line("gathered optimizer", host=whole * first)]
+def _written(job: Job, held: StateBytes) -> int:
+    """A rank's part of a checkpoint."""
+    layout, optimizer = job.layout, job.saving.optimizer
+    if layout.backend == "fsdp":
+        copies = (layout.replicas, layout.replicas)
+        return held.checkpoint_bytes(optimizer=optimizer, copies=copies)
+    if not job.numbers.distributed_optimizer:
+        copies = (layout.shards, layout.shards)
+        return held.checkpoint_bytes(optimizer=optimizer, copies=copies)
+    # Every rank writes its own part, in fp32 whatever it keeps, and parameters that are fp32 twice.
+    return held.checkpoint_bytes(
+        optimizer=optimizer, copies=(layout.shards, 1), state_bytes=WRITTEN_STATE
+    )
 
 
 def _resting_engine(job: Job) -> list[Line]:

@@ -90,13 +90,16 @@ class StateBytes:
             return []
         return [line("optimizer buckets", device=CHUNKS_IN_FLIGHT * self.offload.chunk_bytes)]
 
-    def checkpoint_bytes(self, *, optimizer: bool, copies: tuple[int, int] = (1, 1)) -> int:
+    def checkpoint_bytes(
+        self, *, optimizer: bool, copies: tuple[int, int] = (1, 1), state_bytes: int | None = None
+    ) -> int:
         """This rank's part of a checkpoint, to which ranks with the same contents contribute
-        alike: so many hold the same parameters, and the same masters and moments."""
+        alike: so many hold the same parameters, and the same masters and moments. ``state_bytes``:
+        of the latter for each parameter, where they are not written as they are held."""
         parameters = self._parameters // copies[0]
         if not optimizer:
             return parameters
-        each = self.master_bytes + self.moment_bytes
+        each = self.master_bytes + self.moment_bytes if state_bytes is None else state_bytes
         return parameters + each * self.optimized // copies[1]
 
     @property

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from miles.backends.megatron_utils import random_state, sharded_state
-from miles.backends.megatron_utils.gathered_state import ForeignState
+from miles.backends.megatron_utils.optimizer_shards import ForeignState
 from miles.backends.megatron_utils.sharded_state import TrainerState
 from miles.backends.training_utils import checkpoints
 from miles.backends.training_utils.checkpoint_writer import (

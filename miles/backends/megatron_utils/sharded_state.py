@@ -29,12 +29,8 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from miles.backends.megatron_utils.gathered_state import (
-    GATHERED,
-    SHARDING,
-    check_owners,
-    placed_without_padding,
-)
+from miles.backends.megatron_utils import optimizer_shards
+from miles.backends.megatron_utils.optimizer_shards import GATHERED, SHARDING, Shard
 
 _REF = "ref."
 """Prefix of a reference's tensors."""
@@ -71,9 +67,18 @@ class TrainerState:
     """Chunks of a reference that differs from the one that the job starts with."""
 
 
-def collect(state: TrainerState, iteration: int) -> dict[str, Any]:
-    """Megatron's state dict of sharded tensors. Collective: gathers the optimizer's shards on the
-    first data-parallel rank, in host memory."""
+@dataclass(frozen=True)
+class Collected:
+    """What a rank has for a checkpoint; nothing of it is copied."""
+
+    state_dict: dict[str, Any]
+    """Megatron's, of sharded tensors."""
+    shards: Sequence[Shard]
+    """The states of parameters that a distributed optimizer holds here."""
+
+
+def collect(state: TrainerState, iteration: int) -> Collected:
+    """What the ranks hold. Collective."""
     if state.optimizer is not None:
         _fill_moments(state.optimizer)
     content = _content(state.args)
@@ -84,19 +89,18 @@ def collect(state: TrainerState, iteration: int) -> dict[str, Any]:
     ]
     rng = get_rng_state(args.ckpt_format, *groups)
     collected = _generate(state, content, iteration=iteration, rng_state=rng)
-    collected |= {"args": args, "content_metadata": content}
+    collected.state_dict.update({"args": args, "content_metadata": content})
     if state.ref is not None:
-        collected["ref"] = _reference(state.ref, content)
+        collected.state_dict["ref"] = _reference(state.ref, content)
     return collected
 
 
-def writable(state_dict: dict[str, Any], *, copied: bool, validate: bool) -> dict[str, Any]:
+def writable(collected: Collected, *, copied: bool, validate: bool) -> dict[str, Any]:
     """What this rank writes, by its name in the checkpoint; ``copied``: as a copy in host memory.
 
     Collective when it is to ``validate`` that every part of every tensor is written exactly once.
     """
-    gathered = state_dict["content_metadata"].get(SHARDING) == GATHERED
-    split: Any = save_preprocess(state_dict, validate, lambda _: {})
+    split: Any = save_preprocess(collected.state_dict, validate, lambda _: {})
     sharded, common = split
     sharded["common_state"] = ShardedObject("common_state", common, (1,), (0,), dist.get_rank())
     by_name: dict[str, list[Any]] = {}
@@ -104,17 +108,17 @@ def writable(state_dict: dict[str, Any], *, copied: bool, validate: bool) -> dic
     for leaf in nested_values(sharded):
         if not is_main_replica(leaf.replica_id):
             continue
-        is_copy = gathered and leaf.key.startswith("optimizer.")
-        if copied and isinstance(leaf, ShardedTensor) and not is_copy:
+        if copied and isinstance(leaf, ShardedTensor):
             live: Any = leaf.data
             leaf.data = live.detach().to("cpu", copy=True)
         name = leaf.unique_key if isinstance(leaf, ShardedObject) else leaf.key
         by_name.setdefault(name, []).append(leaf)
     named = mcore_to_pyt_state_dict(by_name)
-    return {
+    objects = {
         name: _Object(value.getvalue()) if isinstance(value, io.BytesIO) else value
         for name, value in named.items()
     }
+    return objects | optimizer_shards.writable(collected.shards, copied=copied)
 
 
 def write(directory: Path, tensors: dict[str, Any], group: dist.ProcessGroup) -> None:
@@ -137,10 +141,11 @@ def read(step: Path, state: TrainerState) -> None:
     common = dist_checkpointing.load_common_state_dict(step)
     _check_vocabulary(common, state.args)
     content = common.get("content_metadata") or {}
-    wanted = _generate(state, content, is_loading=True)
+    collected = _generate(state, content, is_loading=True)
+    wanted, shards = collected.state_dict, collected.shards
     if state.ref is not None:
         wanted["ref"] = _reference(state.ref, content)
-    _check_stored(step, wanted)
+    _check_stored(step, wanted, optimizer_shards.names(shards))
     answer: Any = dist_checkpointing.load(wanted, str(step), strict=StrictHandling.RETURN_ALL)
     loaded, left_over, absent = answer
     _check_names(left_over, absent)
@@ -149,8 +154,11 @@ def read(step: Path, state: TrainerState) -> None:
         _load_chunks(state.ref, loaded["ref"])
     if state.optimizer is not None and not state.optimizer.is_stub_optimizer:
         saved = _with_own_settings(state.optimizer, loaded["optimizer"])
-        check_owners(state.optimizer.chained_optimizers, saved, state.chunks)
+        if shards:
+            saved = [optimizer_shards.without_states(part) for part in saved]
         state.optimizer.load_state_dict(dict(enumerate(saved)) if len(saved) > 1 else saved[0])
+        optimizer_shards.read(step, shards)
+        optimizer_shards.check_owners(shards, state.chunks)
     if state.scheduler is not None and "opt_param_scheduler" in loaded:
         state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
 
@@ -180,18 +188,14 @@ def _generate(
     is_loading: bool = False,
     iteration: int | None = None,
     rng_state: Any = None,
-) -> dict[str, Any]:
+) -> Collected:
     metadata = _with_group(content)
-    # Over gloo one data-parallel rank gets the whole state, else every one does.
-    in_one_place = {
-        "distrib_optim_fully_reshardable_mem_efficient": state.args.use_gloo_process_groups
-    }
-    optimizer_options: dict[str, Any] = {"metadata": metadata | in_one_place}
+    optimizer_options: dict[str, Any] = {"metadata": metadata}
     if is_loading:
         optimizer_options["is_loading"] = True
     parts = () if state.optimizer is None else state.optimizer.chained_optimizers
-    with placed_without_padding(parts):
-        return generate_state_dict(
+    with optimizer_shards.left_in_place(parts) as shards:
+        state_dict = generate_state_dict(
             _as_torch_dist(state.args, no_save_optim=False),
             unwrap_model(list(state.chunks)),
             state.optimizer,
@@ -201,6 +205,7 @@ def _generate(
             optim_sd_kwargs=optimizer_options,
             model_sd_kwargs={"metadata": metadata},
         )
+    return Collected(state_dict, shards)
 
 
 def _reference(chunks: Sequence[nn.Module], content: Mapping[str, Any]) -> dict[str, Any]:
@@ -255,7 +260,7 @@ def _with_own_settings(optimizer: Any, loaded: dict[Any, Any]) -> list[dict[Any,
     parts = optimizer.chained_optimizers
     own: list[dict[Any, Any]] = []
     for number, part in enumerate(parts):
-        state = loaded[number] if len(parts) > 1 else loaded
+        state = loaded.get(number, {}) if len(parts) > 1 else loaded
         state = {key: value for key, value in state.items() if not isinstance(key, int)} | shared
         inner = state.setdefault("optimizer", {}) if wrapped else state
         # Where the optimizer is not sharded, which parameters are in which group.
@@ -278,11 +283,12 @@ def _param_groups(state: Mapping[Any, Any]) -> list[dict[str, Any]]:
     return state.get("optimizer", state).get("param_groups", [])
 
 
-def _check_stored(step: Path, wanted: dict[str, Any]) -> None:
+def _check_stored(step: Path, wanted: dict[str, Any], of_the_optimizer: set[str]) -> None:
     """Where whole layers differ, Megatron's own loader fails before it can name a tensor."""
     stored = set(FileSystemReader(step).read_metadata().state_dict_metadata)
     keys = {leaf.key for leaf in nested_values(wanted) if isinstance(leaf, ShardedTensor)}
-    _check_names(set(), {key for key in keys - stored if not key.startswith(_NOT_THE_MODEL)})
+    absent = {key for key in keys - stored if not key.startswith(_NOT_THE_MODEL)}
+    _check_names(set(), absent | (of_the_optimizer - stored))
 
 
 def _check_names(left_over: set[str], absent: set[str]) -> None:

@@ -48,6 +48,13 @@ class _Process:
         )
         logging.setup(f"trainer {rank}", level=logging.INFO if rank == 0 else logging.WARNING)
 
+    def measured(self, method: str, *args: Any, **kwargs: Any) -> tuple[Any, int]:
+        """Call a method; its answer, and the most bytes that PyTorch held on the device meanwhile
+        (0 without an accelerator)."""
+        device.reset_peak()
+        answer = getattr(self, method)(*args, **kwargs)
+        return answer, device.memory_stats().peak_bytes
+
     def update_weights_at(self, addresses: EngineAddresses) -> tuple[int, Mapping[str, float]]:
         """``update_weights`` for engines given by address; connections are kept while they stay.
         Returns the version, and the seconds of each phase."""

@@ -19,6 +19,7 @@ class TrainGroup:
         self._config = config
         self._actors = create_actors(config, layout, placement)
         self._dp_ranks: list[int] = []
+        self._peaks: dict[str, int] = {}
 
     @property
     def dp_size(self) -> int:
@@ -44,29 +45,39 @@ class TrainGroup:
 
     async def train(self, rollout_id: int, shards: list[Any]) -> TrainStats:
         """``shards[i]`` is the store reference for data-parallel rank i."""
-        stats = await call_all(
+        answers = await call_all(
             {
-                f"trainer {rank}": actor.train.remote(rollout_id, shards[self._dp_ranks[rank]])
+                f"trainer {rank}": actor.measured.remote(
+                    "train", rollout_id, shards[self._dp_ranks[rank]]
+                )
                 for rank, actor in enumerate(self._actors)
             },
             during=f"training of rollout {rollout_id}",
         )
-        return stats[0]
+        return self._first("train", answers)
 
     async def update_weights(
         self, engines: EngineAddresses, *, during: str
     ) -> tuple[int, Mapping[str, float]]:
         """The new version, and rank 0's seconds by phase."""
-        answers = await self._all("update_weights_at", engines, during=during)
-        return answers[0]
+        answers = await self._all("measured", "update_weights_at", engines, during=during)
+        return self._first("update_weights", answers)
 
     async def save_model(self, rollout_id: int, *, force_sync: bool) -> None:
-        await self._all(
+        answers = await self._all(
+            "measured",
             "save_model",
             rollout_id,
             force_sync=force_sync,
             during=f"saving after rollout {rollout_id}",
         )
+        self._first("save", answers)
+
+    def take_memory_peaks(self) -> dict[str, int]:
+        """The most bytes that PyTorch held on any rank's device in each phase (``train``,
+        ``update_weights``, ``save``) since the last call; empty without accelerators."""
+        peaks, self._peaks = self._peaks, {}
+        return peaks
 
     async def sleep(self, *, keep_weights: bool) -> None:
         await self._all("sleep", keep_weights=keep_weights, during="sleep")
@@ -80,6 +91,13 @@ class TrainGroup:
     def kill(self) -> None:
         for actor in self._actors:
             kill(actor)
+
+    def _first(self, phase: str, answers: list[tuple[Any, int]]) -> Any:
+        """Rank 0's answer; what all ranks held on their devices is kept for the metrics."""
+        peak = max(peak for _, peak in answers)
+        if peak:
+            self._peaks[phase] = max(peak, self._peaks.get(phase, 0))
+        return answers[0][0]
 
     async def _all(self, method: str, *args: Any, during: str, **kwargs: Any) -> list[Any]:
         return await call_all(

@@ -261,14 +261,32 @@ def test_megatron_sleeps_with_whole_parameters_and_shared_out_masters(model: Pat
 
 
 @pytest.mark.megatron
-def test_megatron_gathers_the_optimizer_to_save_it(model: Path, tmp_path: Path) -> None:
-    job = megatron(model, "--colocate", *TP2_PP2, "--save", str(tmp_path / "save"))
-    first, _ = of(job, "save")
-    # Of eight ranks two, those of one tensor-parallel group, hold all masters and moments.
-    assert components(first, "host")["gathered optimizer"] == 12 * STAGE * 2 // 8
+def test_megatrons_ranks_write_their_own_part_of_the_optimizer(model: Path, tmp_path: Path) -> None:
+    save = ("--save", str(tmp_path / "save"))
+    first, _ = of(megatron(model, "--colocate", *TP2_PP2, *save), "save")
+    assert components(first, "host") == {"copies for sleep": (2 + 12 // 2) * STAGE}
     assert components(first, "disk") == {"checkpoint": 2 * STAGE // 2 + 12 * STAGE // 2}
     # Gradient buffers stay.
     assert components(first)["gradients"] == 4 * STAGE
+    first, _ = of(megatron(model, "--colocate", *TP2_PP2, *save, "--async-save"), "save")
+    assert components(first, "host")["copy for the save"] == (2 + 12) * STAGE // 2
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("flags", "parameter"),
+    [
+        (("--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16"), 2),
+        (("--fp32",), 4),
+    ],
+    ids=["narrow moments", "fp32"],
+)
+def test_megatron_writes_masters_and_moments_in_fp32_whatever_it_keeps(
+    model: Path, tmp_path: Path, flags: tuple[str, ...], parameter: int
+) -> None:
+    save = ("--save", str(tmp_path / "save"))
+    (phase,) = of(megatron(model, "--colocate", *flags, *save, ranks=1), "save")
+    assert components(phase, "disk") == {"checkpoint": (parameter + 12) * PARAMETERS}
 
 
 @pytest.mark.megatron
