@@ -1,7 +1,7 @@
 """What ``miles.plan`` forecasts beside what a run takes, phase by phase.
 
     python benchmarks/forecast.py --shape qwen3-0.6b    # one accelerator
-    python benchmarks/forecast.py --shape tiny          # anywhere: the host and the disk
+    python benchmarks/forecast.py --shape tiny          # anywhere, the checkpoint alone
 
 A colocated run with SGLang, two steps long, that ends with a checkpoint. On the device: the most
 that the trainer's PyTorch held in a phase (``perf/memory/*`` of ``metrics.jsonl``), and what the
@@ -28,7 +28,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import line
-from benchmarks.processes import in_process
+from benchmarks.processes import in_process, resident_bytes
 from benchmarks.shapes import SHAPES, ShapeName, make_model
 from miles.core.tracking import read_metrics
 from miles.rundir import LOGS_FOLDER
@@ -122,9 +122,10 @@ def run(argv: list[str], run_dir: Path) -> int:
     deadline = time.monotonic() + line.TIMEOUT_S
     trainer: psutil.Process | None = None
     while process.poll() is None and time.monotonic() < deadline:
-        with suppress(psutil.Error):
+        with suppress(psutil.Error, OSError):
             trainer = trainer or _trainer(psutil.Process(process.pid))
-            most = max(most, _own_bytes(trainer)) if trainer is not None else most
+            if trainer is not None:
+                most = max(most, resident_bytes(trainer.pid) or 0)
         time.sleep(POLL_S)
     if process.poll() is None:
         process.terminate()
@@ -140,12 +141,6 @@ def _trainer(driver: psutil.Process) -> psutil.Process | None:
             if "TrainRayActor" in " ".join(process.cmdline()):
                 return process
     return None
-
-
-def _own_bytes(process: psutil.Process) -> int:
-    """Without files that are mapped, which libraries are."""
-    memory = process.memory_info()
-    return memory.rss - memory.shared
 
 
 def of_the_engine(log: Path) -> dict[str, float]:
@@ -175,8 +170,9 @@ def compare(phases: list[dict[str, Any]], host_bytes: int, run_dir: Path) -> lis
                 if not entry["component"].startswith(NOT_OF_THE_TRAINER)
             )
             rows.append(Found(f"device, {phase['phase']}", ours, measured * GIB))
-    host = max(phase["sum"]["host"] for phase in phases)
-    rows.append(Found("host, at most", host, host_bytes))
+    if rows:  # else the device is the host
+        host = max(phase["sum"]["host"] for phase in phases)
+        rows.append(Found("host, at most", host, host_bytes))
     written = sum(f.stat().st_size for f in (run_dir / "checkpoints").rglob("*") if f.is_file())
     planned = [
         entry["disk"]

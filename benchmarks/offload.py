@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import train_step
 from benchmarks.ceilings import Ceilings, measure_ceilings, timed
-from benchmarks.processes import in_process
+from benchmarks.processes import in_process, resident_bytes
 from benchmarks.shapes import SHAPES, Shape, ShapeName, make_model
 from miles.backends.training_utils.streamed_optimizer import StreamedAdam
 from miles.config.offload import OffloadConfig
@@ -127,14 +127,6 @@ def make_config(options: Benchmark, backend: BackendName, case: Case, model: Pat
         stream_optimizer_state_moment_dtype="bf16" if case == "streamed bf16" else "fp32",
     )
     return replace(config, offload=offload)
-
-
-def resident_bytes() -> int | None:
-    """Of this process in host memory, without mapped files; ``None`` where the system tells only
-    all of it together (gVisor)."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    parts = [fields[name] for name in ("RssAnon", "RssShmem") if name in fields]
-    return sum(int(part.split()[0]) << 10 for part in parts) if parts else None
 
 
 def disk_bytes(shape: Shape, backend: BackendName, case: Case) -> int:

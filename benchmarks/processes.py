@@ -6,6 +6,7 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from benchmarks import train_step
@@ -24,6 +25,15 @@ def in_process(target: Callable[..., Any], *arguments: Any) -> Any:
     if isinstance(answer, str):
         raise SystemExit(answer)
     return answer
+
+
+def resident_bytes(pid: int | None = None) -> int | None:
+    """Of a process, by default this one, in host memory, without mapped files; ``None`` where the
+    system tells only all of it together. Raises ``OSError`` when there is no such process."""
+    status = Path(f"/proc/{pid or os.getpid()}/status").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    parts = [fields[name] for name in ("RssAnon", "RssShmem") if name in fields]
+    return sum(int(part.split()[0]) << 10 for part in parts) if parts else None
 
 
 def _answer(process: Any, results: Any) -> Any:
