@@ -143,6 +143,14 @@ def memory_stats() -> MemoryStats:
     )
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device or the host had no memory for what was asked of it."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # PyTorch has no type for the host's.
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
 def reset_peak() -> None:
     """Let ``memory_stats().peak_bytes`` be the most from here on."""
     if has_accelerator():

@@ -23,7 +23,7 @@ from miles.backends.embedded.sampling import sample
 from miles.backends.embedded.text import find_stop_strings
 from miles.backends.embedded.waiting import Limits, Waiting, plan_slots
 from miles.contracts.engine import PauseMode
-from miles.core import logging
+from miles.core import device, logging
 from miles.core.stop_strings import tail_length
 
 log = logging.get(__name__)
@@ -212,11 +212,21 @@ class Scheduler:
             tokens, log_probs = sample(logits, self.rows.sampling())
             drawn = tokens.cpu().numpy(), log_probs.cpu().numpy()
         except Exception as error:  # whatever the model raised must reach the requests it hit
-            self._fail_running(error)
+            if device.is_out_of_memory(error):
+                self._give_up()
+            else:
+                self._fail_running(error)
             return
         self.rows.count_cached(num_decode)
         self.rows.append(*drawn, self.weight_version)
         self._postprocess(np.isfinite(drawn[1]))
+
+    def _give_up(self) -> None:
+        """End the process rather than answer: then the same requests are asked elsewhere, and an
+        engine with all its memory takes this one's place."""
+        log.exception("out of memory: this engine ends, and its requests go to another one")
+        with self._wake:
+            self._stopping = True
 
     def _fail_running(self, error: Exception) -> None:
         log.exception("a step failed; its requests fail with it")

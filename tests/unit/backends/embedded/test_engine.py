@@ -139,6 +139,30 @@ def test_a_step_that_fails_fails_its_requests_and_no_other(
         assert before.sequences[0].output_ids == after.sequences[0].output_ids
 
 
+def no_device_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def no_host_memory() -> None:
+    torch.empty(1 << 50)
+
+
+@pytest.mark.parametrize("ask", [no_device_memory, no_host_memory])
+def test_an_engine_out_of_memory_ends_instead_of_answering(
+    make_engine: Callable[..., Engine], ask: Callable[[], None]
+) -> None:
+    engine = make_engine(max_running_requests=2)
+    embedding = engine.scheduler.runner.model.get_input_embeddings()
+    embedding.register_forward_pre_hook(lambda *_: ask())
+    params = Sampling(temperature=0, max_new_tokens=4)
+    outcomes = submit(engine, [GenerateBody(input_ids=[5, 6], sampling_params=params)])
+    engine.scheduler._thread.join(30)  # pyright: ignore[reportPrivateUsage]
+    assert not engine.scheduler.alive
+    assert outcomes.empty()
+    with pytest.raises(Failed, match="shutting down"):
+        engine.scheduler.post(lambda: None)
+
+
 def test_a_retracted_batch_goes_on_with_the_same_tokens(
     make_engine: Callable[..., Engine],
 ) -> None:
