@@ -161,12 +161,12 @@ def schedule_is_consistent(config: MilesConfig, given: Given) -> list[Problem]:
     wrong = (
         (
             ("min_lr", "lr"),
-            opt.lr_decay_style != "constant" and opt.min_lr > opt.lr,
+            opt.lr_decay_style != "constant" and opt.min_lr > opt.lr >= 0,
             "the schedule decays to the first, so it must not be above the second",
         ),
         (
             ("lr_warmup_init", "lr"),
-            opt.lr_warmup_init > opt.lr,
+            opt.lr_warmup_init > opt.lr >= 0,
             "the warm-up starts at the first, so it must not be above the second",
         ),
         (

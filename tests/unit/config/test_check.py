@@ -472,6 +472,15 @@ def test_the_rule_refuses_and_names_the_flags(
     assert problems[0].remedy
 
 
+def test_a_negative_rate_is_told_once(resolved: Resolved) -> None:
+    config, given = resolved("--lr", "-1", "--lr-decay-style", "cosine")
+    found = [
+        *ranges.numbers_are_in_range(config, given),
+        *conflict.schedule_is_consistent(config, given),
+    ]
+    assert [problem.flag for problem in found] == ["--lr"]
+
+
 @pytest.mark.parametrize(
     "argv", [EVAL[:3], ("--eval-function-path", "a.b"), (*EVAL[:3], "--eval-function-path", "a.b")]
 )

@@ -39,3 +39,14 @@ def test_an_error_is_told_without_a_traceback(
 def test_a_fault_of_the_program_keeps_its_traceback() -> None:
     with pytest.raises(AssertionError, match="never written"), told("tool"):
         raise AssertionError("never written")
+
+
+def test_torchruns_processes_on_a_machine_tell_the_problems_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank, told_by in (("0", True), ("1", False)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit) as ended, told("tool"):
+            raise ConfigError([Problem("--save", "", "is required")])
+        assert ended.value.code == 2
+        assert bool(capsys.readouterr().err) == told_by
