@@ -19,8 +19,10 @@ Resolved = Callable[..., tuple[MilesConfig, frozenset[str]]]
 
 EVAL = ("--eval-prompt-data", "a", "a.jsonl", "--eval-interval", "1")
 SFT = ("--loss-type", "sft_loss")
-NOT_SFT = ("--rm-type", "--n-samples-per-prompt", "--rollout-max-response-len")
-NOT_SFT = (*NOT_SFT, "--rollout-num-gpus")
+NOT_SFT = (
+    *("--rm-type", "--n-samples-per-prompt"),
+    *("--rollout-max-response-len", "--rollout-num-gpus"),
+)
 EXTERNAL = ("--rollout-external", "--rollout-external-engine-addrs", "a.b:1", "[::1]:2")
 DISK = ("--colocate", "--offload-train-target", "disk")
 STREAM = (*DISK, "--stream-optimizer-state-to-disk")
