@@ -16,6 +16,7 @@ from miles.rollout.debug_data import load_groups
 from miles.utils.external_utils.command_utils import to_argv
 from scripts.made_models import make_qwen3_moe
 from tests.e2e.conftest import BACKENDS, ROOT, metrics_of, with_backend
+from tests.metrics_page import unlisted
 
 Runner = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -80,6 +81,11 @@ def test_evaluation_reports_pass_at_k_and_events_reach_tensorboard(recorded: Pat
     assert [row["step"] for row in rows] == [0, 2]
     assert any("pass" in name for name in rows[0])
     assert list((recorded / "tensorboard").glob("events.*"))
+
+
+@pytest.mark.full
+def test_every_metric_is_on_the_page(recorded: Path) -> None:
+    assert unlisted(metrics_of(recorded / "run")) == set()
 
 
 @pytest.mark.full

@@ -13,6 +13,7 @@ from miles.backends.training_utils.checkpoints import TRACKER
 from miles.backends.training_utils.hf_files import HFFiles
 from miles.weight_sync.checksums import checksum
 from tests.e2e.conftest import BACKENDS, metrics_of, with_backend
+from tests.metrics_page import unlisted
 
 Runner = Callable[..., "subprocess.CompletedProcess[str]"]
 TIMES = ("perf/", "time")
@@ -111,6 +112,10 @@ def test_every_rollout_is_recorded_and_weights_advance(reference_run: Path) -> N
     assert (reference_run / "run" / "samples.txt").read_text(encoding="utf-8")
 
 
+def test_every_metric_is_on_the_page(reference_run: Path) -> None:
+    assert unlisted(metrics_of(reference_run / "run")) == set()
+
+
 def test_the_first_step_sees_the_engines_own_log_probs(reference_run: Path) -> None:
     for row in rollouts(reference_run / "run"):
         assert row["train/train_rollout_logprob_abs_diff"] < 1e-5
@@ -145,7 +150,9 @@ def test_a_colocated_run_equals_the_disaggregated_one(
     )
     assert result.returncode == 0, result.stdout + result.stderr
     expected = [numbers(row) for row in metrics_of(reference_run / "run")]
-    assert [numbers(row) for row in metrics_of(tmp_path)] == expected
+    rows = metrics_of(tmp_path)
+    assert [numbers(row) for row in rows] == expected
+    assert unlisted(rows) == set()
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
@@ -240,5 +247,6 @@ def test_a_colocated_megatron_run_generates_trains_and_syncs(
     assert result.returncode == 0, result.stdout + result.stderr
     rows = rollouts(tmp_path)
     assert [row["step"] for row in rows] == [1, 2]
+    assert unlisted(rows) == set()
     assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-5 for row in rows)
     assert all(row["train/grad_norm"] > 0 for row in rows)
