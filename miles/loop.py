@@ -371,6 +371,8 @@ class Job:
         if "rollout/num_tokens" in metrics:
             metrics["perf/tokens_per_s"] = metrics["rollout/num_tokens"] / seconds
         peaks = self._trainer.take_memory_peaks() if self._trainer is not None else {}
+        if self._supervisor is not None:
+            metrics["rollout/replaced_engines"] = float(self._supervisor.take_num_replaced())
         metrics.update({f"perf/memory/{k}_peak_gib": v / GIB for k, v in peaks.items()})
         self._record(rollout_id)
         self.console.rollout(rollout_id, metrics)

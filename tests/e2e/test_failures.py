@@ -87,7 +87,9 @@ def test_an_engine_that_dies_while_the_trainer_works_is_replaced(
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "restarting it" in result.stdout + result.stderr
-    assert [row["step"] for row in metrics_of(tmp_path)] == [1, 2, 3]
+    rows = metrics_of(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert sum(row["rollout/replaced_engines"] for row in rows) == 1
     assert not engines_of(own_model)
 
 

@@ -81,6 +81,8 @@ def test_engines_that_fail_while_they_generate_cost_no_sample(
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     # Whoever was restarted has the trained weights: every push was compared besides.
     assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-5 for row in rows)
+    assert [row["rollout/replaced_engines"] for row in rows] == [0, 1, 1, 2, 0]
+    assert [row["rollout/retried_requests"] > 0 for row in rows] == [False, True, True, True, False]
     # One update at the start and after each rollout; an engine that was restarted got the last.
     assert rows[-1]["rollout/weight_version"] == 1 + num_rollout
     assert servers_of(str(own_model)) == []

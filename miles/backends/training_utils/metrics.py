@@ -3,7 +3,8 @@
 What becomes of a sum (``LossOutput.sums``, added up over micro-batches and ranks):
 
 ================================  ==================================================================
-in ``DENOMINATORS``               divided by the sum named there, both added up over the steps
+in ``DENOMINATORS``               divided by the sum named there, both added up over the steps;
+                                  left out where that is 0
 in ``COUNTS``                     the total over the steps
 in ``HIDDEN``                     not shown: only used by others
 any other                         already a mean (divided by the step's global counts in the loss);
@@ -43,7 +44,9 @@ def finalize(steps: Sequence[StepStats]) -> dict[str, float]:
         if name in COUNTS:
             metrics[name] = _total(steps, name)
         elif name in DENOMINATORS:
-            metrics[name] = _total(taken, name) / max(_total(taken, DENOMINATORS[name]), 1.0)
+            # Nothing to compare is not the same as no difference.
+            if count := _total(taken, DENOMINATORS[name]):
+                metrics[name] = _total(taken, name) / count
         elif name not in HIDDEN:
             metrics[name] = _mean([step.sums[name] for step in taken if name in step.sums])
     ratios = [_effective_sample_ratio(step.sums) for step in taken if "ratio_sum" in step.sums]

@@ -86,6 +86,7 @@ class RolloutManager:
 
     async def generate(self, rollout_id: int, dp_size: int) -> GeneratedBatch:
         """Produce, record and split the groups of a rollout."""
+        retries = self._pool.stats().retries
         output = await self._groups(rollout_id)
         record = self._config.observability.save_debug_rollout_data
         if record is not None:
@@ -97,6 +98,8 @@ class RolloutManager:
         if hook is not None:
             metrics = hook(rollout_id, output.groups, metrics)
         metrics = numbers(metrics, "--custom-rollout-log-function-path or a rollout function")
+        if self._pool.urls:
+            metrics["rollout/retried_requests"] = float(self._pool.stats().retries - retries)
         shards = batch.make_batches(output.groups, self._config, rollout_id, dp_size)
         return GeneratedBatch(
             shards=[ray.put(shard) for shard in shards],

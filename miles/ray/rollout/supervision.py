@@ -43,6 +43,12 @@ class EngineSupervisor:
         self._heal = heal
         self._connect = connect
         self._last_probe = self._began = time.monotonic()
+        self._num_replaced = 0
+
+    def take_num_replaced(self) -> int:
+        """How many engines were replaced since the last call."""
+        count, self._num_replaced = self._num_replaced, 0
+        return count
 
     async def watch[T](self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of ``work``, replacing engines that fail while it runs."""
@@ -127,4 +133,6 @@ class EngineSupervisor:
         if not failed:
             return False
         await self._make_room()
-        return await self._engines.replace(failed)
+        replaced = await self._engines.replace(failed)
+        self._num_replaced += len(failed) if replaced else 0
+        return replaced
