@@ -262,9 +262,9 @@ def _product_problem(
         return []
     arithmetic = " x ".join(f"{flag} {size}" for flag, size in sizes.items())
     remedy = (
-        f"{arithmetic} = {product} does not divide the trainer's ranks: --actor-num-nodes "
+        f"{arithmetic} = {product} does not divide the ranks: --actor-num-nodes "
         f"{cluster.actor_num_nodes} x --actor-num-gpus-per-node "
-        f"{cluster.actor_num_gpus_per_node} = {ranks}"
+        f"{cluster.actor_num_gpus_per_node} = {ranks} (of a tool: torchrun's processes)"
     )
     return [Problem(", ".join(sizes), tuple(sizes.values()), remedy)]
 
