@@ -11,6 +11,8 @@ from miles.config.errors import ConfigError, Problem
 from miles.config.flags import FlagSpec
 from miles.config.values import ITEM_SEPARATOR, is_tuple, takes_object
 
+ALWAYS_ON = ("use-distributed-optimizer",)
+"""Switches of Megatron that Miles sets, whatever a file says."""
 NOT_IN_A_FILE = ("config", "help", "help-megatron", "help-sglang", "help-router")
 
 
@@ -166,6 +168,8 @@ def _scalar(value: object) -> str:
 
 
 def _foreign_arguments(option: str, value: object) -> list[str]:
+    if value is False and option.removeprefix("--") in ALWAYS_ON:
+        raise ValueError("is always on with --train-backend megatron; leave it out")
     if isinstance(value, bool):
         return [option] if value else []
     if isinstance(value, list):

@@ -103,6 +103,8 @@ class Checkpointer:
         if held.optimizer is None and state.optimizer is not None:
             # Main parameters are copies of the model's, made before these were read.
             state.optimizer.reload_model_params()
+        if held.optimizer is not None:
+            sharded_state.share_parameters(state.chunks)
         if not checkpoints.is_weights_only(step):
             self._restore_rng(step, metadata, state.args)
         return metadata
@@ -233,7 +235,10 @@ def _check_optimizer(step: Path, metadata: Mapping[str, Any], state: TrainerStat
     saved = metadata["distributed_optimizer"]
     if saved != state.args.use_distributed_optimizer:
         word = "with" if saved else "without"
-        remedy = f"{step} was saved {word} it: run {word} it, or save with --no-save-optim first"
+        remedy = (
+            f"{step} was saved {word} it; its weights are whole: convert them with "
+            "tools/convert_torch_dist_to_hf.py and start from them (--hf-checkpoint)"
+        )
         raise ConfigError([Problem("--use-distributed-optimizer", str(not saved), remedy)])
 
 

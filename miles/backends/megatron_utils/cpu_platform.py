@@ -10,7 +10,7 @@ import functools
 import logging
 import sys
 import types
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -105,10 +105,10 @@ def _uncompiled(model: Any = None, **kwargs: Any) -> Any:
     return (lambda function: function) if model is None else model
 
 
-@contextlib.contextmanager
-def _stream_scope(stream: Any = None) -> Generator[None]:
+def _stream_scope(stream: Any = None) -> contextlib.AbstractContextManager[None]:
+    """Megatron enters one of them several times."""
     del stream
-    yield
+    return contextlib.nullcontext()
 
 
 def _cuda_rng_state(device: Any = None, **kwargs: Any) -> torch.Tensor:

@@ -163,6 +163,18 @@ def read(step: Path, state: TrainerState) -> None:
         state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
 
 
+def share_parameters(chunks: Sequence[nn.Module]) -> None:
+    """Give every rank the parameters that another one's optimizer holds. Collective.
+
+    Parameters in fp32 are their own main ones: a rank reads those of its part exactly, and the
+    others as the weights of the step, which a bf16 run has rounded.
+    """
+    for chunk in chunks:
+        wrapped: Any = chunk
+        if wrapped.ddp_config.use_distributed_optimizer:
+            wrapped.start_param_sync(force_sync=True)
+
+
 def _fill_moments(optimizer: Any) -> None:
     """Before its first step an optimizer has none, and what lacks them could not be read."""
     for part in optimizer.chained_optimizers:

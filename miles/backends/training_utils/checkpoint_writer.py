@@ -114,7 +114,9 @@ class CheckpointWriter:
         return self._config.save
 
     def _unwritten(self, iteration: int, reason: str) -> OSError:
-        return OSError(f"{_what(iteration)}: {reason}; {places.free_space(self._directory)}")
+        free = places.free_space(self._directory)
+        room = "a step needs room beside those that are kept"
+        return OSError(f"{_what(iteration)}: {reason}; {room}, and {free}")
 
     def _write(
         self, iteration: int, write_parts: Callable[[Path], None], metadata: Mapping[str, Any]

@@ -137,7 +137,9 @@ def resolve_load(load: str | None, *, announce: bool = True) -> Path | None:
     iteration = read_tracker(folder)
     if iteration is None:
         if _iterations(folder):
-            raise _refused(load, f"has {_steps(folder)} but no {TRACKER}; write one of them there")
+            raise _refused(
+                load, f"has no {TRACKER}; write one step's number there ({_steps(folder)})"
+            )
         if announce:
             log.info("--load %s holds no checkpoint yet: fresh start", load)
         return None

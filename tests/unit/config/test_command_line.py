@@ -92,6 +92,7 @@ def test_an_unknown_key_names_the_file_and_the_nearest_flag(tmp_path: Path) -> N
         ("lr: fast", "--lr", "must be a number (in "),
         ("seed: true", "--seed", "not true or false"),
         ("colocate: 1", "--colocate", "true or false"),
+        ("use-distributed-optimizer: no", "--use-distributed-optimizer", "always on"),
         ("lr: [1, 2]", "--lr", "one value, not a list"),
         ("seed: 1\nrollout-seed: 2\nrollout_seed: 3", "--rollout-seed", "the same flag as"),
         ("offload-train: true\nno-offload-train: true", "--no-offload-train", "the same flag"),

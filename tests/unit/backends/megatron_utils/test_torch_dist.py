@@ -53,6 +53,14 @@ FP16 = {"precision": {"fp32": False, "fp16": True}}
         pytest.param(
             f"{BUCKETS} {BUSBW}", BF16, 2, 2, id="dp2, wide padding", marks=pytest.mark.full
         ),
+        pytest.param(
+            "--num-distributed-optimizer-instances 2 --overlap-grad-reduce",
+            BF16,
+            4,
+            4,
+            id="dp4, two optimizers of two",
+            marks=pytest.mark.full,
+        ),
         pytest.param(WHOLE, {}, 2, 2, id="dp2 fp32, optimizer whole", marks=pytest.mark.full),
         pytest.param(TP2_PP2, BF16, 4, 1, id="tp2 pp2", marks=pytest.mark.full),
         pytest.param(
@@ -200,6 +208,19 @@ def test_another_layout_of_ranks_goes_on_with_weights_and_optimizer(
     vocab_size = load_config(str(models[after.model])).vocab_size
     old, new = (read(megatron_ranks, tmp_path / name, vocab_size) for name in ("a", "b"))
     assert old == new
+
+
+def test_a_bf16_run_goes_on_in_fp32_with_its_exact_weights_on_every_rank(
+    megatron_ranks: Ranks, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    config = saving(make_config(tiny_qwen3, optimizer=SCHEDULE, **BF16), tmp_path)
+    rollouts = make_rollouts(config, 1, 2)
+    megatron_ranks.run_well(train_rollouts, config, rollouts, (0,), num_ranks=2)
+    wide = saving(make_config(tiny_qwen3, optimizer=SCHEDULE), tmp_path)
+    # Alone, a rank reads all of the main parameters.
+    (whole,) = megatron_ranks.run_well(load_and_report, wide, num_ranks=1)
+    for found in megatron_ranks.run_well(load_and_report, wide, num_ranks=2):
+        assert found["weights"] == whole["weights"]
 
 
 def read(ranks: Ranks, folder: Path, vocab_size: int) -> dict[str, Any]:
