@@ -7,7 +7,7 @@ it; the optimizer is stored in model space, which any other layout of ranks can 
 import copy
 import io
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ from miles.backends.megatron_utils.optimizer_shards import GATHERED, SHARDING, S
 _REF = "ref."
 """Prefix of a reference's tensors."""
 _NOT_THE_MODEL = ("optimizer.", "chained_", _REF, "rng_state", "rerun_state_machine")
+_OF_EXPERTS = ".experts."
+"""In the names of tensors that expert parallelism divides: other data-parallel groups have them."""
 _ENGINE_STATE = "_extra_state"
 """What Transformer Engine's layers add, which local ones do not have; empty without fp8."""
 
@@ -104,10 +106,7 @@ def writable(collected: Collected, *, copied: bool, validate: bool) -> dict[str,
     sharded, common = split
     sharded["common_state"] = ShardedObject("common_state", common, (1,), (0,), dist.get_rank())
     by_name: dict[str, list[Any]] = {}
-    leaf: Any
-    for leaf in nested_values(sharded):
-        if not is_main_replica(leaf.replica_id):
-            continue
+    for leaf in _written_here(nested_values(sharded)):
         if copied and isinstance(leaf, ShardedTensor):
             live: Any = leaf.data
             leaf.data = live.detach().to("cpu", copy=True)
@@ -161,6 +160,27 @@ def read(step: Path, state: TrainerState) -> None:
         optimizer_shards.check_owners(shards, state.chunks)
     if state.scheduler is not None and "opt_param_scheduler" in loaded:
         state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+
+
+def _written_here(leaves: Iterable[Any]) -> Iterator[Any]:
+    """Those that this rank writes. The ranks of a data-parallel group hold the same tensors in the
+    same order: the next one goes to whoever has the fewest bytes so far."""
+    dense = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    loads = {False: [0] * dense, True: [0] * parallel_state.get_expert_data_parallel_world_size()}
+    for leaf in leaves:
+        if not isinstance(leaf, ShardedTensor):
+            if is_main_replica(leaf.replica_id):
+                yield leaf
+            continue
+        assert isinstance(leaf.replica_id, tuple), leaf
+        *others, rank = leaf.replica_id
+        if any(others):
+            continue  # Another model-parallel rank has it too, and comes first.
+        load = loads[_OF_EXPERTS in leaf.key]
+        writer = load.index(min(load))
+        load[writer] += leaf.data.nbytes if leaf.data is not None else 0
+        if writer == rank:
+            yield leaf
 
 
 def share_parameters(chunks: Sequence[nn.Module]) -> None:

@@ -277,10 +277,10 @@ def test_megatrons_own_loader_reads_a_checkpoint(
     config = saving(make_config(tiny_qwen3, optimizer=SCHEDULE), tmp_path)
     rollouts = make_rollouts(config, 1, 2)
     saved = megatron_ranks.run_well(train_rollouts, config, rollouts, (0,), num_ranks=2)
-    # Nobody gathers the optimizer: each rank writes what it holds.
+    # Nobody gathers the optimizer, and weights that both hold are written by either.
     sizes = [path.stat().st_size for path in tmp_path.glob("iter_0000001/*.distcp")]
     assert len(sizes) == 2
-    assert min(sizes) > max(sizes) / 2
+    assert min(sizes) > 0.8 * max(sizes)
     found = megatron_ranks.run_well(with_megatrons_own_loader, config, num_ranks=2)
     for ours, theirs in zip(saved, found, strict=True):
         assert theirs["iteration"] == 1
