@@ -13,8 +13,9 @@ update, without a copy of its parameters, and makes them from the masters on wak
 
 Every case is one trainer process: it trains a step, then sleeps and wakes (the first cycle, which
 pins memory or makes files, is a row of its own), then trains on. Ceilings: one large pinned copy
-each way; direct I/O in pieces of the chunk, and reading and writing at the same time for the
-streamed step, on the same disk.
+each way, and one into device memory that was just allocated, which the driver clears first; direct
+I/O in pieces of the chunk, and reading and writing at the same time for the streamed step, on the
+same disk.
 """
 
 import json
@@ -243,8 +244,8 @@ def tables(ceilings: Ceilings, rows: Sequence[Measured]) -> str:
         "ceilings in GB/s: " + ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in limits.items()),
         "",
         "| backend | state | GB moved | first sleep s | sleep s | of ceiling | wake s | of ceiling "
-        "| device GB awake, asleep, all asleep | host GB asleep: pinned, all |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| with clearing | device GB awake, asleep, all asleep | host GB asleep: pinned, all |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         out, back = (
@@ -253,12 +254,15 @@ def tables(ceilings: Ceilings, rows: Sequence[Measured]) -> str:
             else (ceilings.write, ceilings.read)
         )
         size = row.state_bytes
+        cleared = 1 / ceilings.to_new_memory - 1 / ceilings.to_device
+        possible = size / ceilings.to_device + row.awake_bytes * cleared
+        new = f"{possible / row.wake_s:.2f}" if row.case in ON_HOST else ""
         other = row.resident_bytes
         resident = "unknown" if other is None else f"{other / 1e9:.2f}"
         lines.append(
             f"| {row.backend} | {row.case} | {size / 1e9:.2f} | {row.first_sleep_s:.3f} "
             f"| {row.sleep_s:.3f} | {size / row.sleep_s / out:.2f} "
-            f"| {row.wake_s:.3f} | {size / row.wake_s / back:.2f} "
+            f"| {row.wake_s:.3f} | {size / row.wake_s / back:.2f} | {new} "
             f"| {row.awake_bytes / 1e9:.2f}, {row.asleep_bytes / 1e9:.2f}, "
             f"{row.left_bytes / 1e9:.2f} | {row.pinned_bytes / 1e9:.2f}, {resident} |"
         )

@@ -15,6 +15,7 @@ PROCESS_BYTES = 1600 * 2**20
 """Of Python, CUDA and their libraries on the host (docs/memory.md)."""
 WRITTEN_STATE = 12
 """Of a parameter in Megatron's checkpoints: its main one and two moments."""
+FP32 = 4
 SHARED_SEGMENTS = 2
 """Of a weight update between processes on one device: one is filled while the other is read."""
 
@@ -178,6 +179,11 @@ def _save(job: Job, stage: int) -> list[Line]:
             is_fsdp = layout.backend == "fsdp"
             copied = held.checkpoint_bytes(optimizer=saving.optimizer) if is_fsdp else written
             lines.append(line("copy for the save", host=copied))
+        elif not job.offload.on_host:
+            # DCP fetches a tensor while it still has the one before; an optimizer's are in fp32.
+            parts = layout.shards if layout.backend == "fsdp" else layout.tensor
+            largest = FP32 * job.model.largest_tensor // parts
+            lines.append(line("tensors being written", host=2 * largest))
         lines.append(line("checkpoint", disk=written))
     if saving.hf:
         exported = job.model.dtype_bytes * job.model.num_parameters

@@ -15,13 +15,18 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from miles.backends.training_utils import checkpoints
-from miles.backends.training_utils.checkpoint_writer import CheckpointWriter, causes, derived_seed
+from miles.backends.training_utils.checkpoint_writer import (
+    CheckpointWriter,
+    causes,
+    derived_seed,
+    files_of,
+)
 from miles.backends.training_utils.damage import damage_in, load_random_state
 from miles.config.checkpoint import CheckpointConfig
 from miles.config.errors import ConfigError, Problem
@@ -136,7 +141,7 @@ def _write_parts(staging: Path, snapshot: Snapshot, group: dist.ProcessGroup) ->
     for name, tensors in snapshot.parts.items():
         dcp_save(
             dict(tensors),
-            storage_writer=FileSystemWriter(staging / name, sync_files=True),
+            storage_writer=files_of(staging / name),
             process_group=group,
         )
     save_file(snapshot.rng, staging / _rng_file())

@@ -26,11 +26,12 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.utils import unwrap_model
 from megatron.training.checkpointing import generate_state_dict, get_rng_state
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from miles.backends.megatron_utils import optimizer_shards
 from miles.backends.megatron_utils.optimizer_shards import GATHERED, SHARDING, Shard
+from miles.backends.training_utils.checkpoint_writer import files_of
 
 _REF = "ref."
 """Prefix of a reference's tensors."""
@@ -124,7 +125,7 @@ def write(directory: Path, tensors: dict[str, Any], group: dist.ProcessGroup) ->
     """Write what ``writable`` returned; collective over ``group``, which holds all ranks."""
     dcp_save(
         tensors,
-        storage_writer=FileSystemWriter(directory, sync_files=True),
+        storage_writer=files_of(directory),
         planner=MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         process_group=group,
     )

@@ -185,6 +185,15 @@ def test_a_checkpoint_holds_parameters_and_moments(model: Path, tmp_path: Path) 
     }
 
 
+def test_a_save_has_two_tensors_at_a_time_on_the_host(model: Path, tmp_path: Path) -> None:
+    job = fsdp(model, "--colocate", "--save", str(tmp_path / "save"))
+    (phase,) = of(job, "save")
+    assert components(phase, "host") == {
+        "copies for sleep": 12 * PARAMETERS // 4,
+        "tensors being written": 2 * 4 * 256 * 64 // 4,
+    }
+
+
 def test_engines_on_devices_of_their_own_stand_apart(model: Path) -> None:
     job = fsdp(model, "--rollout-num-gpus", "2")
     trainer, engine = of(job, "rollout")
@@ -264,7 +273,10 @@ def test_megatron_sleeps_with_whole_parameters_and_shared_out_masters(model: Pat
 def test_megatrons_ranks_write_their_own_part_of_the_optimizer(model: Path, tmp_path: Path) -> None:
     save = ("--save", str(tmp_path / "save"))
     first, _ = of(megatron(model, "--colocate", *TP2_PP2, *save), "save")
-    assert components(first, "host") == {"copies for sleep": (2 + 12 // 2) * STAGE}
+    assert components(first, "host") == {
+        "copies for sleep": (2 + 12 // 2) * STAGE,
+        "tensors being written": 2 * 4 * 256 * 64 // 2,
+    }
     assert components(first, "disk") == {"checkpoint": 2 * STAGE // 2 + 12 * STAGE // 2}
     # Gradient buffers stay.
     assert components(first)["gradients"] == 4 * STAGE
