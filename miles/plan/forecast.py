@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from miles.plan import engine, trainer
-from miles.plan.job import Engines, Job
+from miles.plan.job import Engines, Job, Layout
 from miles.plan.memory import Bytes, Line, line, total
 from miles.plan.residency import StateBytes
 
@@ -141,16 +141,15 @@ def _rollout(job: Job, stage: int) -> list[Line]:
 
 
 def _sync(job: Job, stage: int) -> list[Line]:
-    """The trainer sends its parameters; a tensor at a time is gathered into a bucket."""
+    """The trainer sends its parameters: a bucket of them is full when the next tensor is there."""
     lines = _trainer_between(job, stage, in_sync=True)
     engines = job.engines
     if engines is None:
         return lines
     bucket = _bucket(job)
-    lines += [
-        line("gathered tensor", device=_largest_tensor(job)),
-        line("weight bucket", device=bucket),
-    ]
+    lines.append(line("weight bucket and a tensor", device=_bucket_and_next(job)))
+    if _is_divided(job.layout):
+        lines.append(line("pieces of a tensor", device=_largest_tensor(job)))
     if not engines.colocated:
         return lines
     # Where nothing is released, the cache stays.
@@ -226,6 +225,21 @@ def _resting_engine(job: Job) -> list[Line]:
 def _bucket(job: Job) -> int:
     """A tensor that is larger travels alone."""
     return max(min(job.bucket_bytes, _model_bytes(job)), _largest_tensor(job))
+
+
+def _bucket_and_next(job: Job) -> int:
+    """A bucket is sent when the next tensor does not fit into it."""
+    held = most = 0
+    for numel in job.model.tensors:
+        num_bytes = job.model.dtype_bytes * numel
+        most = max(most, held + num_bytes)
+        held = num_bytes if held + num_bytes > job.bucket_bytes else held + num_bytes
+    return most
+
+
+def _is_divided(layout: Layout) -> bool:
+    """Whether ranks hold parts of tensors, which are gathered."""
+    return layout.shards > 1 if layout.backend == "fsdp" else layout.tensor > 1
 
 
 def _largest_tensor(job: Job) -> int:

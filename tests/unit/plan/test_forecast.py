@@ -82,8 +82,9 @@ def test_buckets_are_shared_on_the_device_while_the_cache_is_not_back(model: Pat
     (phase,) = of(fsdp(model, "--colocate", "--update-weight-buffer-size", "100000"), "sync")
     assert components(phase) == {
         "parameters": 4 * PARAMETERS // 4,
-        "gathered tensor": 2 * 256 * 64,
-        "weight bucket": 100_000,
+        # The fourth layer's gate_proj does not fit behind what precedes it.
+        "weight bucket and a tensor": 90_432 + 2 * 64 * 128,
+        "pieces of a tensor": 2 * 256 * 64,
         "shared buckets": 200_000,
         "engine weights": 2 * PARAMETERS,
     }
@@ -91,9 +92,18 @@ def test_buckets_are_shared_on_the_device_while_the_cache_is_not_back(model: Pat
 
 def test_no_bucket_is_larger_than_the_model_nor_smaller_than_a_tensor(model: Path) -> None:
     (whole,) = of(fsdp(model, "--colocate"), "sync")
-    assert components(whole)["weight bucket"] == 2 * PARAMETERS
+    assert components(whole)["shared buckets"] == 2 * 2 * PARAMETERS
+    assert components(whole)["weight bucket and a tensor"] == 2 * PARAMETERS
     (small,) = of(fsdp(model, "--colocate", "--update-weight-buffer-size", "10"), "sync")
-    assert components(small)["weight bucket"] == 2 * 256 * 64
+    assert components(small)["shared buckets"] == 2 * 2 * 256 * 64
+    # The embedding, and the first layer's q_proj.
+    assert components(small)["weight bucket and a tensor"] == 2 * (256 * 64 + 64 * 64)
+    assert "pieces of a tensor" in components(small)
+
+
+def test_one_rank_has_nothing_to_gather_in_a_sync(model: Path) -> None:
+    (sync,) = of(fsdp(model, "--colocate", ranks=1), "sync")
+    assert "pieces of a tensor" not in components(sync)
 
 
 def test_the_embedded_engine_takes_buckets_through_the_host(model: Path) -> None:

@@ -1,6 +1,6 @@
-"""The forecast of the trainer's allocator beside peaks of benchmarks/train_step.py (0.6B) and
-benchmarks/offload.py (4B, and state on disk), measured on one H200 (docs/memory.md): Qwen3 shapes,
-no Transformer Engine, no flash-attn package."""
+"""The forecast of the trainer's allocator beside peaks of benchmarks/train_step.py (0.6B),
+benchmarks/offload.py (4B, and state on disk) and benchmarks/forecast.py (colocated runs), measured
+on one H200 (docs/memory.md): Qwen3 shapes, no Transformer Engine, no flash-attn package."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -81,3 +81,39 @@ def test_the_forecast_is_within_a_tenth_of_measured_peaks(
     job = read_job(replace(config, offload=offload), device_bytes=int(139.8 * GIB), host_bytes=None)
     (phase,) = [phase for phase in forecast(job) if phase.name == "train"]
     assert sum(components(phase).values()) / GIB == pytest.approx(gib, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("backend", "gib"),
+    [
+        ("fsdp", {"train": 25.7, "sync": 3.72, "save": 6.73}),
+        pytest.param(
+            "megatron",
+            {"train": 28.98, "sync": 2.61, "save": 10.06},
+            marks=pytest.mark.megatron,
+        ),
+    ],
+)
+def test_the_phases_of_a_colocated_run_are_within_a_tenth_of_measured_peaks(
+    backend: str, gib: dict[str, float], tmp_path: Path
+) -> None:
+    argv = (
+        *("--train-backend", backend, "--actor-num-gpus-per-node", 1, "--colocate"),
+        *("--hf-checkpoint", config_dir(tmp_path / "model", **QWEN3_0_6B)),
+        *("--prompt-data", "absent.jsonl", "--rm-type", "math", "--rollout-engine", "sglang"),
+        *("--rollout-batch-size", 8, "--n-samples-per-prompt", 8, "--num-rollout", 2),
+        *("--num-steps-per-rollout", 1, "--rollout-max-response-len", 1024),
+        *("--use-dynamic-batch-size", "--max-tokens-per-gpu", 8192),
+        *("--save", tmp_path / "save"),
+    )
+    config, _ = read_config([str(word) for word in argv], runs_here=False)
+    job = read_job(config, device_bytes=int(139.8 * GIB), host_bytes=None)
+    of_engines = ("engine weights", "key/value cache")
+    found = {
+        phase.name: sum(
+            size for name, size in components(phase).items() if not name.startswith(of_engines)
+        )
+        / GIB
+        for phase in forecast(job)
+    }
+    assert {name: found[name] for name in gib} == pytest.approx(gib, rel=0.1)
