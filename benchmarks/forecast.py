@@ -138,7 +138,7 @@ def _trainer(driver: psutil.Process) -> psutil.Process | None:
     """Ray names its processes after what they run."""
     for process in driver.children(recursive=True):
         with suppress(psutil.Error):
-            if "TrainRayActor" in " ".join(process.cmdline()):
+            if "TrainerProcess" in " ".join(process.cmdline()):
                 return process
     return None
 

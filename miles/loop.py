@@ -186,16 +186,14 @@ class Job:
         self.console.say("starting: Ray's workers, engines and trainer load the model")
         with self.console.phase("starting"):
             placement = await self._reserve(layout)
-            config = with_num_rollout(config, await self._rollout.start())
-            self.config = config
-            self.console = RunConsole(config.data.num_rollout or 0)
+            # All processes import their libraries, which takes seconds, beside each other.
+            if with_trainer:
+                self._trainer = TrainGroup(config, layout, placement)
             logs = self.run_dir / LOGS_FOLDER
             if launches:
                 self._use_engines(EngineGroup(config, layout, placement, logs), logs)
             elif with_engines:
                 self._use_engines(ExternalEngines(config), logs)
-            if with_trainer:
-                self._trainer = TrainGroup(config, layout, placement)
             await self._start_trainer_and_engines()
             await self._resume_data()
 
@@ -219,12 +217,13 @@ class Job:
         )
 
     async def _start_trainer_and_engines(self) -> None:
-        """The trainer first when they share devices: it takes its memory before engines do."""
+        """The trainer, which needs the number of prompts, first when they share devices: it takes
+        its memory before engines do."""
         trainer, offload = self._trainer, self.config.offload
         if not self.config.cluster.colocate:
-            await gather(self._start_trainer(), self._start_engines())
+            await gather(self._start_rollouts_and_trainer(), self._start_engines())
         else:
-            await self._start_trainer()
+            await self._start_rollouts_and_trainer()
         engines, moves = self._engines, offload.offload_train or offload.offload_rollout
         # Without engines (supervised, or recorded rollouts) there is nobody to make room for.
         if trainer is not None and engines is not None and moves:
@@ -233,9 +232,11 @@ class Job:
             await self._memory.make_room_for_engines()
             await self._start_engines()
 
-    async def _start_trainer(self) -> None:
+    async def _start_rollouts_and_trainer(self) -> None:
+        self.config = with_num_rollout(self.config, await self._rollout.start())
+        self.console = RunConsole(self.config.data.num_rollout or 0)
         if self._trainer is not None:
-            self._first_rollout_id = await self._trainer.init()
+            self._first_rollout_id = await self._trainer.init(self.config)
         elif self.config.data.start_rollout_id is not None:
             self._first_rollout_id = self.config.data.start_rollout_id
 

@@ -52,7 +52,7 @@ class PolicyOps(Protocol):
 
 
 class TrainRayActor(ABC):
-    """Owns the model on one training rank. Ray decorates subclasses in ``actor_factory.py``.
+    """Owns the model on one training rank, in a Ray actor (``actor_factory.py``).
 
     The process environment carries ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and
     ``MASTER_PORT`` before ``init`` is called.

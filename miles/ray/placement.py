@@ -9,7 +9,12 @@ from itertools import groupby
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles.config.root import MilesConfig
@@ -179,7 +184,11 @@ async def _is_ready(group: PlacementGroup, timeout_s: float) -> bool:
 async def _find_slots(
     group: PlacementGroup, bundle: dict[str, float], timeout_s: float
 ) -> list[Slot]:
-    """Ask each bundle where it is. The first task also shows whether workers start at all."""
+    """Ask each bundle where it is, or one on each machine where none has a GPU: a worker takes a
+    second to start. The first task also shows whether workers start at all."""
+    nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    first_on = {node: index for index, node in sorted(nodes.items(), reverse=True)}
+    probed = sorted(nodes) if "GPU" in bundle else sorted(first_on.values())
     probes = {
         f"slot {index}": _probe.options(
             num_cpus=bundle["CPU"] / 10,
@@ -188,7 +197,7 @@ async def _find_slots(
                 placement_group=group, placement_group_bundle_index=index
             ),
         ).remote()
-        for index in range(group.bundle_count)
+        for index in probed
     }
     try:
         found = await asyncio.wait_for(call_all(probes, during="start"), timeout_s)
@@ -197,10 +206,12 @@ async def _find_slots(
             f"the reserved slots started no worker within {timeout_s:g} s (--placement-timeout-s); "
             "Ray's logs on their machines say why"
         ) from error
-    return [
-        Slot(bundle=index, node_ip=ip, device_id=device_id)
-        for index, (ip, device_id) in enumerate(found)
-    ]
+    answers = dict(zip(probed, found, strict=True))
+    slots: list[Slot] = []
+    for index, node in sorted(nodes.items()):
+        node_ip, device_id = answers.get(index, answers[first_on[node]])
+        slots.append(Slot(bundle=index, node_ip=node_ip, device_id=device_id))
+    return slots
 
 
 @ray.remote

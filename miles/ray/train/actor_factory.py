@@ -1,7 +1,7 @@
-"""``--train-backend`` → class → one actor per trainer rank, each with its environment."""
+"""``--train-backend`` → class, in one actor per trainer rank, each with its environment."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -9,6 +9,7 @@ import ray
 from miles.backends.sglang_utils.nccl import nccl_environment
 from miles.config.root import MilesConfig
 from miles.contracts.trainer import TrainRayActor
+from miles.contracts.types import TrainBatch, TrainStats
 from miles.core import device, distributed, logging
 from miles.core.registry import Registry
 from miles.ray.placement import Layout, Placement
@@ -22,15 +23,25 @@ BACKENDS: Registry[type[TrainRayActor]] = Registry(
     },
 )
 
+type Measured[T] = tuple[T, int]
+"""An answer, and the most bytes that PyTorch held on the device meanwhile (0 without an
+accelerator)."""
+
+type WeightUpdate = tuple[int, Mapping[str, float]]
+"""The version, and the seconds of each phase."""
+
 SHARE_OF_A_SLOT = 0.4
 """Leaves room on the same slot for a colocated engine and a critic."""
 
 
-class _Process:
-    """What a rank's process needs around the contract; mixed into the backend's class."""
+class TrainerProcess:
+    """Ray actor: the process of one trainer rank, around its backend."""
 
-    _engines: HttpEngineSet | None = None
-    _addresses: EngineAddresses | None = None
+    def __init__(self, backend: str) -> None:
+        # Imported here and not in the driver, beside whatever else starts: it takes seconds.
+        self._trainer = BACKENDS.load(backend)()
+        self._engines: HttpEngineSet | None = None
+        self._addresses: EngineAddresses | None = None
 
     def host_rendezvous(self) -> tuple[str, int]:
         """Serve the job's rendezvous here (rank 0); return its address."""
@@ -48,28 +59,45 @@ class _Process:
         )
         logging.setup(f"trainer {rank}", level=logging.INFO if rank == 0 else logging.WARNING)
 
-    def measured(self, method: str, *args: Any, **kwargs: Any) -> tuple[Any, int]:
-        """Call a method; its answer, and the most bytes that PyTorch held on the device meanwhile
-        (0 without an accelerator)."""
-        device.reset_peak()
-        answer = getattr(self, method)(*args, **kwargs)
-        return answer, device.memory_stats().peak_bytes
+    def init(self, config: MilesConfig, *, with_ref: bool) -> int:
+        return self._trainer.init(config, with_ref=with_ref)
 
-    def update_weights_at(self, addresses: EngineAddresses) -> tuple[int, Mapping[str, float]]:
-        """``update_weights`` for engines given by address; connections are kept while they stay.
-        Returns the version, and the seconds of each phase."""
-        assert isinstance(self, TrainRayActor)
+    def dp_rank(self) -> int:
+        return self._trainer.parallel.dp_rank
+
+    def train(self, rollout_id: int, batch: TrainBatch) -> Measured[TrainStats]:
+        return _measured(lambda: self._trainer.train(rollout_id, batch))
+
+    def update_weights(self, addresses: EngineAddresses) -> Measured[WeightUpdate]:
+        """Of engines given by address; connections are kept while they stay."""
         if self._engines is None or addresses != self._addresses:
             if self._engines is not None:
                 self._engines.close()
-            timeout_s = self.config.weight_sync.update_weight_timeout_s
+            timeout_s = self._trainer.config.weight_sync.update_weight_timeout_s
             self._engines = HttpEngineSet.of(addresses, timeout_s=timeout_s)
             self._addresses = addresses
-        return self.update_weights(self._engines), self.weight_update_seconds()
+        engines = self._engines
+        return _measured(
+            lambda: (self._trainer.update_weights(engines), self._trainer.weight_update_seconds())
+        )
 
-    def dp_rank(self) -> int:
-        assert isinstance(self, TrainRayActor)
-        return self.parallel.dp_rank
+    def save_model(self, rollout_id: int, *, force_sync: bool) -> Measured[None]:
+        return _measured(lambda: self._trainer.save_model(rollout_id, force_sync=force_sync))
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        self._trainer.sleep(keep_weights=keep_weights)
+
+    def wake_up(self) -> None:
+        self._trainer.wake_up()
+
+    def shutdown(self) -> None:
+        self._trainer.shutdown()
+
+
+def _measured[T](work: Callable[[], T]) -> Measured[T]:
+    device.reset_peak()
+    answer = work()
+    return answer, device.memory_stats().peak_bytes
 
 
 def trainer_environment(config: MilesConfig, *, on_gpu: bool) -> dict[str, str]:
@@ -89,16 +117,14 @@ def trainer_environment(config: MilesConfig, *, on_gpu: bool) -> dict[str, str]:
 
 def create_actors(config: MilesConfig, layout: Layout, placement: Placement) -> list[Any]:
     """Start the rank processes in rank order, without building any model yet."""
-    backend = BACKENDS.load(config.cluster.train_backend)
-    worker = type(backend.__name__, (_Process, backend), {})
     environment = trainer_environment(config, on_gpu=placement.on_gpu)
     return [
-        ray.remote(worker)
+        ray.remote(TrainerProcess)
         .options(
             name=None,
             runtime_env={"env_vars": environment},
             **placement.actor_options(slot, SHARE_OF_A_SLOT),
         )
-        .remote()
+        .remote(config.cluster.train_backend)
         for slot in layout.train_slots
     ]
