@@ -1,10 +1,10 @@
-"""The only module that names cuda, rocm, npu or cpu. Everything else asks here.
+"""The only module that names cuda, rocm, npu or cpu, but for their variables
+(``device_environment.py``). Everything else asks here.
 
-It adds to ``torch.accelerator`` what PyTorch lacks: collective backend names, visible-device
-variables, and no-ops on a machine without an accelerator.
+It adds to ``torch.accelerator`` what PyTorch lacks: collective backend names, pinned memory, and
+no-ops on a machine without an accelerator.
 """
 
-import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,12 +15,6 @@ import torch
 
 CollectiveBackend = Literal["nccl", "gloo"]
 HostBackend = Literal["gloo"]
-
-VISIBLE_DEVICE_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ASCEND_RT_VISIBLE_DEVICES",
-)
 
 _POOLED_BYTES = 1 << 20
 """PyTorch's CUDA allocator cuts what is not larger from blocks that it shares among small ones."""
@@ -211,33 +205,3 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(state["cpu"])
     if "device" in state and device_type() == "cuda":
         torch.cuda.set_rng_state(state["device"])
-
-
-def thread_environment(num_processes: int) -> dict[str, str]:
-    """Environment of one of so many processes that compute at the same time on this machine's
-    cores: an equal share of threads, unless the user has set it.
-
-    Threads wait passively: on a machine that does anything else beside, spinning ones make a small
-    model's step ten times slower.
-    """
-    share = max(1, (os.cpu_count() or 1) // max(1, num_processes))
-    defaults = {"OMP_NUM_THREADS": str(share), "OMP_WAIT_POLICY": "PASSIVE"}
-    return {name: os.environ.get(name, value) for name, value in defaults.items()}
-
-
-def visible_devices() -> list[str] | None:
-    """Ids in the first visible-devices variable that is set, in its order; ``None`` if unset."""
-    for variable in VISIBLE_DEVICE_VARIABLES:
-        value = os.environ.get(variable)
-        if value is not None:
-            return [entry.strip() for entry in value.split(",") if entry.strip()]
-    return None
-
-
-def only_devices(ids: Sequence[int]) -> dict[str, str]:
-    """Environment of a process that sees these devices, in this order, by their physical ids.
-
-    To be asked where the parent sees some: it is their variable that is set.
-    """
-    visible = ",".join(map(str, ids))
-    return {name: visible for name in VISIBLE_DEVICE_VARIABLES if name in os.environ}

@@ -15,7 +15,8 @@ from miles.ray.errors import JobError
 from miles.ray.placement import plan_layout, reserve
 from miles.ray.rollout import engine_factory, engine_launch
 from miles.ray.rollout.engine_factory import EngineGroup
-from miles.ray.rollout.engine_launch import EngineLaunch, EnginePart
+from miles.ray.rollout.engine_holder import EngineLaunch
+from miles.ray.rollout.engine_launch import EnginePart
 from miles.ray.rollout.engines import find_dead_soon
 from miles.ray.rollout.supervision import EngineSupervisor
 from miles.rollout.engine_client import EngineClient

@@ -77,6 +77,8 @@ def _with_log_probs(ops: PolicyOps, steps: Steps, weights: WeightsTag) -> Steps:
         return steps
     field = "ref_log_probs_R" if weights == "ref" else "old_log_probs_R"
     log_probs = ops.log_probs(flat, weights=weights)
+    # Once a pass, so that its time is not that of whatever asks the device for a number next.
+    device.synchronize()
     return _regroup(
         [with_fields(b, **{field: values}) for b, values in zip(flat, log_probs, strict=True)],
         steps,

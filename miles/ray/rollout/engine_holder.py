@@ -1,4 +1,4 @@
-"""The actor that owns a server process."""
+"""The actor that owns a server process; it imports no PyTorch, which takes seconds."""
 
 import contextlib
 import json
@@ -9,13 +9,29 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from miles.core import device, ports
-from miles.ray.rollout.engine_launch import EngineLaunch
+from miles.core import device_environment, ports
 
 STOP_TIMEOUT_S = 10.0
 LAST_LINES = 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLaunch:
+    """How to start one server: an engine's, or the router's."""
+
+    arguments: tuple[str, ...]
+    """Of the Python that its holder runs in, on whatever machine. Without ``--ready-file`` and
+    ``--parent-pid``, which the holder adds and every server of ours takes."""
+    environment: Mapping[str, str]
+    log_file: str
+    start_timeout_s: float
+    """From the start of its process until it serves."""
+    device_ids: tuple[int, ...] = ()
+    """Physical ids of the devices that it sees; empty: those that its holder sees."""
 
 
 class EngineHolder:
@@ -102,5 +118,5 @@ class EngineHolder:
 
 def _environment(launch: EngineLaunch) -> dict[str, str]:
     """This process's, but with all devices of the server: Ray shows the holder one of them."""
-    devices = device.only_devices(launch.device_ids) if launch.device_ids else {}
+    devices = device_environment.only_devices(launch.device_ids) if launch.device_ids else {}
     return {**os.environ, **launch.environment, **devices}

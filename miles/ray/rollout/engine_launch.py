@@ -1,7 +1,7 @@
 """How the engine servers of a job are started: which kind, where, and the command line of each."""
 
 import ipaddress
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,26 +13,12 @@ from miles.backends.sglang_utils.arguments import (
 from miles.backends.sglang_utils.nccl import nccl_environment
 from miles.backends.sglang_utils.package import choose_engine
 from miles.config.root import MilesConfig
-from miles.core import device, logging
+from miles.core import device, device_environment, logging
 from miles.ray.errors import JobError
 from miles.ray.placement import Layout, Placement
+from miles.ray.rollout.engine_holder import EngineLaunch
 
 logger = logging.get(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineLaunch:
-    """How to start one server: an engine's, or the router's."""
-
-    arguments: tuple[str, ...]
-    """Of the Python that its holder runs in, on whatever machine. Without ``--ready-file`` and
-    ``--parent-pid``, which the holder adds and every server of ours takes."""
-    environment: Mapping[str, str]
-    log_file: str
-    start_timeout_s: float
-    """From the start of its process until it serves."""
-    device_ids: tuple[int, ...] = ()
-    """Physical ids of the devices that it sees; empty: those that its holder sees."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +170,7 @@ def _launch(
         environment={
             "TOKENIZERS_PARALLELISM": "false",
             **nccl_environment(config.sglang_argv),
-            **device.thread_environment(num_engines(config)),
+            **device_environment.thread_environment(num_engines(config)),
         },
         log_file=str(log_file),
         start_timeout_s=config.rollout.rollout_engine_start_timeout_s,

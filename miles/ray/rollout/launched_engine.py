@@ -14,8 +14,8 @@ from miles.core import logging
 from miles.core.ports import LOOPBACK, host_and_port
 from miles.ray.errors import JobError, call, call_all, kill
 from miles.ray.placement import Placement
-from miles.ray.rollout.engine_holder import EngineHolder
-from miles.ray.rollout.engine_launch import EngineLaunch, EnginePart
+from miles.ray.rollout.engine_holder import EngineHolder, EngineLaunch
+from miles.ray.rollout.engine_launch import EnginePart
 
 logger = logging.get(__name__)
 

@@ -10,7 +10,7 @@ from miles.backends.sglang_utils.nccl import nccl_environment
 from miles.config.root import MilesConfig
 from miles.contracts.trainer import TrainRayActor
 from miles.contracts.types import TrainBatch, TrainStats
-from miles.core import device, distributed, logging
+from miles.core import device, device_environment, distributed, logging
 from miles.core.registry import Registry
 from miles.ray.placement import Layout, Placement
 from miles.rollout.engine_set import EngineAddresses, HttpEngineSet
@@ -111,7 +111,7 @@ def trainer_environment(config: MilesConfig, *, on_gpu: bool) -> dict[str, str]:
         environment |= nccl_environment(config.sglang_argv)
     else:
         ranks = config.cluster.actor_num_gpus_per_node
-        environment |= device.thread_environment(ranks)
+        environment |= device_environment.thread_environment(ranks)
     return environment | {k: str(v) for k, v in config.cluster.train_env_vars.items()}
 
 

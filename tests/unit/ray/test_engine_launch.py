@@ -1,5 +1,8 @@
 """Which engine a job starts and where, and the command line of each of its processes."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -8,7 +11,7 @@ import pytest
 from ray.util.placement_group import PlacementGroup
 
 from miles.config.root import MilesConfig
-from miles.core import device
+from miles.core import device_environment
 from miles.ray.errors import JobError
 from miles.ray.placement import Layout, Placement, Slot
 from miles.ray.rollout.engine_launch import (
@@ -22,6 +25,7 @@ from miles.ray.rollout.engine_launch import (
     sglang_launch,
 )
 
+ROOT = Path(__file__).resolve().parents[3]
 HERE, THERE = "10.0.0.1", "10.0.0.2"
 
 
@@ -130,7 +134,17 @@ def test_an_engine_of_one_machine_meets_nobody(tiny_qwen3: Path) -> None:
 def test_a_server_sees_its_devices_through_the_variable_that_its_holder_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in device.VISIBLE_DEVICE_VARIABLES:
+    for name in device_environment.VISIBLE_DEVICE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "3")
-    assert device.only_devices((3, 10)) == {"HIP_VISIBLE_DEVICES": "3,10"}
+    assert device_environment.only_devices((3, 10)) == {"HIP_VISIBLE_DEVICES": "3,10"}
+
+
+def test_an_engines_holder_starts_without_torch() -> None:
+    code = (
+        "import sys\n"
+        "import miles.ray.cluster, miles.ray.rollout.engine_holder\n"
+        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=True)
