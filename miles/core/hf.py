@@ -226,6 +226,16 @@ def text_config(config: Any) -> Any:
     return text
 
 
+def padding_id(config: Any) -> int | None:
+    """The token of a transformers config whose embedding is not trained as an input."""
+    text = config.get_text_config()
+    token = getattr(text, "pad_token_id", None)
+    if not isinstance(token, int):
+        return None
+    # As torch.nn.Embedding counts.
+    return token if token >= 0 else text.vocab_size + token
+
+
 def dtype_name(path: str) -> str:
     """The torch dtype of a checkpoint directory: what its config says, else its first tensor's."""
     dtype = load_config(path).get_text_config().dtype

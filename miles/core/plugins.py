@@ -28,8 +28,12 @@ def load_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        reason = f"cannot import {name!r} ({error}); is its folder on PYTHONPATH?"
-        raise PluginError(reason) from error
+        absent = error.name or ""
+        if name == absent or name.startswith(f"{absent}."):
+            remedy = "is its folder on PYTHONPATH?"
+        else:
+            remedy = "it imports a module that is not installed here"
+        raise PluginError(f"cannot import {name!r} ({error}); {remedy}") from error
     except (Exception, SystemExit) as error:
         raise PluginError(f"importing {name!r} fails: {_told(error)}") from error
 

@@ -3,6 +3,7 @@ does not fit, and which flag to turn. Needs neither an accelerator nor weights."
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 
@@ -75,8 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _bytes(flag: str, gib: float | None) -> int | None:
     if gib is None:
         return None
-    if not gib > 0:
-        raise ConfigError([Problem(flag, gib, "must be more than 0: GiB")])
+    if not 0 < gib < math.inf:
+        raise ConfigError([Problem(flag, gib, "must be a number above 0: GiB")])
     return int(gib * GIB)
 
 

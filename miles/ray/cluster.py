@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Generator
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +40,34 @@ def start() -> None:
         # Ray colours the name in front of a worker's line, also in a file.
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     require_reachable(os.environ.get("RAY_ADDRESS", ""))
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    _connect(
-        {
-            "env_vars": {
-                "PYTHONPATH": python_path,
-                WORKING_DIR: os.getcwd(),
-                # Progress bars of several processes would overwrite each other.
-                "TQDM_DISABLE": "1",
-            },
-            "worker_process_setup_hook": f"{__name__}.{enter_working_dir.__name__}",
-        }
-    )
-    # Ray's own handler ends the process before anything is taken down.
-    signal.signal(signal.SIGTERM, on_sigterm)
+    runtime_env = {
+        "env_vars": {
+            "PYTHONPATH": python_path,
+            WORKING_DIR: os.getcwd(),
+            # Progress bars of several processes would overwrite each other.
+            "TQDM_DISABLE": "1",
+        },
+        "worker_process_setup_hook": f"{__name__}.{enter_working_dir.__name__}",
+    }
+    with _own_sigterm_handler():
+        _connect(runtime_env)
+
+
+@contextlib.contextmanager
+def _own_sigterm_handler() -> Generator[None]:
+    """Ray's own ends the process before anything is taken down, by ``SystemExit`` while Ray starts:
+    a signal that comes then is ours afterwards."""
+    ours, was_sent = signal.getsignal(signal.SIGTERM), False
+    try:
+        yield
+    except SystemExit as ended:
+        was_sent = ended.code == signal.SIGTERM
+        if not was_sent:
+            raise
+    finally:
+        signal.signal(signal.SIGTERM, ours)
+    if was_sent:
+        signal.raise_signal(signal.SIGTERM)
 
 
 def is_own() -> bool:

@@ -145,12 +145,13 @@ def test_an_interrupt_while_engine_and_trainer_load_ends_every_process(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_while_ray_starts_for_this_run_alone_ends_it_too(
-    run_in: Start, flags: dict[str, Any], tmp_path: Path
+    run_in: Start, flags: dict[str, Any], tmp_path: Path, sign: int
 ) -> None:
     process = run_in(flags, tmp_path, without=("RAY_ADDRESS",))
     wait_until(lambda: is_running(tmp_path, "gcs_server"), process)
-    output = interrupt(process, tmp_path, signal.SIGINT)
+    output = interrupt(process, tmp_path, sign)
     assert "interrupted" in output
     assert "Traceback" not in output
 

@@ -33,7 +33,7 @@ from miles.backends.training_utils.packing import padded_inputs
 from miles.config.errors import ConfigError, Problem
 from miles.contracts.types import MicroBatch, TokenStats
 from miles.core import device, distributed, logging
-from miles.core.hf import CheckpointDirError, load_config
+from miles.core.hf import CheckpointDirError, load_config, padding_id
 
 log = logging.get(__name__)
 
@@ -86,8 +86,7 @@ class ShardedModel:
                 [Problem(options.flag, type(module).__name__, "has no language-model head")]
             )
         self._head = head
-        pad_id = getattr(module.config.get_text_config(), "pad_token_id", None)
-        self._pad_id = pad_id if isinstance(pad_id, int) and pad_id >= 0 else 0
+        self._pad_id = padding_id(module.config) or 0
 
     def token_stats(
         self, batch: MicroBatch, options: HeadOptions, *, with_entropy: bool

@@ -17,6 +17,7 @@ from miles.backends.megatron_utils.head import HeadOptions
 from miles.backends.megatron_utils.initialize import initialize, parallel_state
 from miles.backends.megatron_utils.model import PolicyModel
 from miles.backends.megatron_utils.optimizer import Optimizer
+from miles.backends.megatron_utils.padding import hold_padding
 from miles.backends.megatron_utils.rematerialize import RebuiltWeights
 from miles.backends.megatron_utils.sharded_state import TrainerState
 from miles.backends.megatron_utils.shards import local_tensors
@@ -49,6 +50,7 @@ class MegatronPolicyOps:
         self.parallel = parallel_state()
         self._files, self._converter = HFFiles(path), self._converter_of("--hf-checkpoint", path)
         chunks = build_chunks(self.args, trainable=True)
+        hold_padding(chunks, load_config(path))
         if not resumes:
             self._read_initial_weights(chunks)
         options = HeadOptions(

@@ -84,6 +84,15 @@ class EngineHolder:
         text = self._log_file.read_text(encoding="utf-8", errors="replace")
         return "\n".join(text.splitlines()[-LAST_LINES:])
 
+    def _how_it_ended(self) -> str:
+        assert self._process is not None
+        status = self._process.returncode
+        if status is None or status >= 0:
+            return f"exit status {status}"
+        name = signal.Signals(-status).name
+        killer = ": if nobody else, the kernel, for want of memory" if name == "SIGKILL" else ""
+        return f"by signal {name}{killer}"
+
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
@@ -105,7 +114,10 @@ class EngineHolder:
         while not ready.exists():
             if not self.alive():
                 self.stop()
-                raise RuntimeError(f"{self._what} ended at start:\n{self.last_lines()}")
+                raise RuntimeError(
+                    f"{self._what} ended at start, {self._how_it_ended()}; the end of its log "
+                    f"{self._log_file}:\n{self.last_lines() or '(empty)'}"
+                )
             if time.monotonic() > deadline:
                 self.stop()
                 raise RuntimeError(

@@ -1,6 +1,7 @@
 """User code by dotted path."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,15 @@ def test_a_plain_function_where_async_is_declared_is_refused() -> None:
 def test_an_unknown_module_says_what_to_check() -> None:
     with pytest.raises(PluginError, match="PYTHONPATH"):
         load_function("no_such_module_anywhere.f", expected)
+
+
+def test_a_module_that_lacks_another_one_is_not_looked_for_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lacks_another.py").write_text("import no_such_module_anywhere\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PluginError, match=r"no_such_module_anywhere.*not installed here"):
+        load_function("lacks_another.f", expected)
 
 
 def test_an_unknown_attribute_names_the_module() -> None:

@@ -63,7 +63,8 @@ def test_machines_get_bytes(model: Path, capsys: pytest.CaptureFixture[str]) -> 
         (("--max-tokens-per-gpu", "many"), "--max-tokens-per-gpu = 'many'"),
         (("--hf-checkpoint", "nowhere"), "'nowhere' is not a directory"),
         (("--tensor-model-parallel-size", "2"), "which the fsdp backend does not have"),
-        (("--device-memory-gb", "0"), "--device-memory-gb = 0.0: must be more than 0"),
+        (("--device-memory-gb", "0"), "--device-memory-gb = 0.0: must be a number above 0"),
+        (("--host-memory-gb", "inf"), "--host-memory-gb = inf: must be a number above 0"),
         (("--debug-rollout-only",), "trains nothing"),
     ],
 )

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from miles.rollout.batch import make_batches
 from tests.ranks import Ranks
 from tests.unit.backends.fsdp_utils import jobs
 from tests.unit.backends.fsdp_utils.jobs import (
@@ -119,6 +120,40 @@ def test_policy_training_equals_that_of_the_fsdp_backend(
         for name, value in answer["weights"].items():
             expected = from_bytes(fsdp_policy_run["weights"][name])
             torch.testing.assert_close(from_bytes(value), expected, atol=2e-6, rtol=0, msg=name)
+
+
+PADDING_LAYOUTS = [
+    Layout(),
+    Layout(tp=2, sequence_parallel=True, quick=True),
+    Layout(tp=2, note="whole sequences"),
+    Layout(pp=2, vpp=2),
+    Layout(cp=2, packed=False, quick=True),
+]
+
+
+@pytest.mark.parametrize("layout", params(PADDING_LAYOUTS))
+def test_the_padding_tokens_embedding_is_trained_as_in_transformers(
+    megatron_ranks: Ranks, models: dict[str, Path], layout: Layout
+) -> None:
+    """Its row is zero at first: what comes back through the norm behind it is a thousand times as
+    large as any other gradient."""
+    tied = models["tied"]
+    groups = make_groups(0, LENGTHS)
+    for sample in (sample for group in groups for sample in group):
+        sample.tokens[::3] = [0] * len(sample.tokens[::3])
+    plain = jobs.make_config(tied, optimizer=OPTIMIZER)
+    (expected,) = megatron_ranks.run_well(
+        jobs.train_rollouts, plain, [make_batches(groups, plain, 0, 1)], num_ranks=1
+    )
+    config = make_config(tied, *layout.argv, optimizer=OPTIMIZER, **layout.groups)
+    rollouts = [make_batches(groups, config, 0, layout.dp)]
+    answers = megatron_ranks.run_well(train_rollouts, config, rollouts, num_ranks=layout.num_ranks)
+    for answer in answers:
+        for step, other in zip(answer["steps"], expected["steps"], strict=True):
+            assert step.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
+        for name, value in answer["weights"].items():
+            other = from_bytes(expected["weights"][name])
+            torch.testing.assert_close(from_bytes(value), other, atol=2e-6, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize(
