@@ -233,7 +233,9 @@ class Job:
             await self._start_engines()
 
     async def _start_rollouts_and_trainer(self) -> None:
-        self.config = with_num_rollout(self.config, await self._rollout.start())
+        joins = [self._trainer.join()] if self._trainer is not None else []
+        length, *_ = await gather(self._rollout.start(), *joins)
+        self.config = with_num_rollout(self.config, length)
         self.console = RunConsole(self.config.data.num_rollout or 0)
         if self._trainer is not None:
             self._first_rollout_id = await self._trainer.init(self.config)

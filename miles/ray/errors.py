@@ -12,6 +12,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError, Unserializable
 DEATH_NOTICE_S = 3.0
 """The other ranks of a collective notice a process's death before Ray reports it."""
 
+_NEVER_RAN = "The actor never ran"
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -30,6 +31,9 @@ def _cause(error: BaseException) -> str:
         return f"{type(cause).__name__}: {cause}"
     if isinstance(error, RayActorError):
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        if len(lines) > 1 and lines[-1].startswith(_NEVER_RAN):
+            # Ray adds it also where the process was killed while it imported the actor's module.
+            del lines[-1]
         return f"the process died: {lines[-1]}"
     if isinstance(error, UnserializableException):
         return _last_error(str(error))

@@ -24,14 +24,17 @@ class TrainGroup:
     def dp_size(self) -> int:
         return max(self._dp_ranks) + 1
 
-    async def init(self, config: MilesConfig) -> int:
-        """Join the ranks, build the model; return the first rollout id to run. ``config`` may know
-        more than the one that the processes were started with."""
+    async def join(self) -> None:
+        """Wait until every process is there, and let them know of each other."""
         address = await call("trainer 0", self._actors[0].host_rendezvous.remote(), during="start")
         world_size = len(self._actors)
         await self._each(
             lambda rank, actor: actor.prepare.remote(rank, world_size, address), during="start"
         )
+
+    async def init(self, config: MilesConfig) -> int:
+        """Build the model; return the first rollout id to run. ``config`` may know more than the
+        one that the processes were started with."""
         with_ref = needs_reference(config)
         first = await self._each(
             lambda _, actor: actor.init.remote(config, with_ref=with_ref), during="start"

@@ -71,3 +71,9 @@ def test_an_error_whose_class_does_not_unpickle_is_told_in_one_line() -> None:
         "tests.Refused: Validation error for field 'size': "
         "TypeError: expected int, got str (value: 'big')"
     )
+
+
+def test_a_process_that_is_killed_while_it_imports_did_run() -> None:
+    text = "The actor died.\n\tpid: 7\nWorker exit detail: SIGKILL\nThe actor never ran - it was"
+    found = describe(RayActorError(error_msg=text))
+    assert found == "the process died: Worker exit detail: SIGKILL"
