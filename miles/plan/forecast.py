@@ -239,7 +239,9 @@ def _bucket_and_next(job: Job) -> int:
 
 def _is_divided(layout: Layout) -> bool:
     """Whether ranks hold parts of tensors, which are gathered."""
-    return layout.shards > 1 if layout.backend == "fsdp" else layout.tensor > 1
+    if layout.backend == "fsdp":
+        return layout.shards > 1
+    return layout.tensor > 1 or layout.expert_tensor > 1
 
 
 def _largest_tensor(job: Job) -> int:

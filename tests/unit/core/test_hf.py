@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -353,3 +355,14 @@ def test_the_dtype_is_the_configs_or_where_it_says_none_that_of_the_weights(
     del config["dtype"]
     (silent / "config.json").write_text(json.dumps(config))
     assert dtype_name(str(silent)) == "bfloat16"
+
+
+@pytest.mark.parametrize("token", [None, 0, 3, -1])
+def test_the_padding_token_is_that_of_transformers_embedding(
+    model: Path, token: int | None
+) -> None:
+    config = hf.load_config(str(model))
+    config.pad_token_id = token
+    with torch.device("meta"):
+        embedding: Any = AutoModelForCausalLM.from_config(config).get_input_embeddings()
+    assert hf.padding_id(config) == embedding.padding_idx

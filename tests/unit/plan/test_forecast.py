@@ -195,6 +195,14 @@ def test_a_checkpoint_holds_parameters_and_moments(model: Path, tmp_path: Path) 
     }
 
 
+@pytest.mark.megatron
+def test_divided_experts_are_gathered_in_a_sync_too(model: Path) -> None:
+    job = megatron(model, "--colocate", ranks=2)
+    divided = replace(job, layout=replace(job.layout, expert_tensor=2))
+    assert "pieces of a tensor" not in components(of(job, "sync")[0])
+    assert "pieces of a tensor" in components(of(divided, "sync")[0])
+
+
 def test_a_save_has_two_tensors_at_a_time_on_the_host(model: Path, tmp_path: Path) -> None:
     job = fsdp(model, "--colocate", "--save", str(tmp_path / "save"))
     (phase,) = of(job, "save")
