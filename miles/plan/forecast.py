@@ -178,11 +178,10 @@ def _save(job: Job, stage: int) -> list[Line]:
             is_fsdp = layout.backend == "fsdp"
             copied = held.checkpoint_bytes(optimizer=saving.optimizer) if is_fsdp else written
             lines.append(line("copy for the save", host=copied))
-        elif not job.offload.on_host:
-            # DCP fetches a tensor while it still has the one before; an optimizer's are in fp32.
-            parts = layout.shards if layout.backend == "fsdp" else layout.tensor
-            largest = FP32 * job.model.largest_tensor // parts
-            lines.append(line("tensors being written", host=2 * largest))
+        # An optimizer's are in fp32.
+        parts = layout.shards if layout.backend == "fsdp" else layout.tensor
+        largest = FP32 * job.model.largest_tensor // parts
+        lines.append(line("tensor being written", host=largest))
         lines.append(line("checkpoint", disk=written))
     if saving.hf:
         exported = job.model.dtype_bytes * job.model.num_parameters

@@ -18,14 +18,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from miles.backends.training_utils import checkpoints
+from miles.backends.training_utils import checkpoints, dcp_writing
 from miles.backends.training_utils.checkpoint_writer import (
     CheckpointWriter,
     causes,
     derived_seed,
-    files_of,
 )
 from miles.backends.training_utils.damage import damage_in, load_random_state
 from miles.config.checkpoint import CheckpointConfig
@@ -139,11 +137,8 @@ def unreadable(step: Path, part: Path, error: BaseException) -> ConfigError:
 
 def _write_parts(staging: Path, snapshot: Snapshot, group: dist.ProcessGroup) -> None:
     for name, tensors in snapshot.parts.items():
-        dcp_save(
-            dict(tensors),
-            storage_writer=files_of(staging / name),
-            process_group=group,
-        )
+        planner = dcp_writing.OneCopyPlanner()
+        dcp_writing.write(staging / name, dict(tensors), group, planner)
     save_file(snapshot.rng, staging / _rng_file())
 
 

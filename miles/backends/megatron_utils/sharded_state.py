@@ -27,11 +27,10 @@ from megatron.core.utils import unwrap_model
 from megatron.training.checkpointing import generate_state_dict, get_rng_state
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from miles.backends.megatron_utils import optimizer_shards
 from miles.backends.megatron_utils.optimizer_shards import GATHERED, SHARDING, Shard
-from miles.backends.training_utils.checkpoint_writer import files_of
+from miles.backends.training_utils import dcp_writing
 
 _REF = "ref."
 """Prefix of a reference's tensors."""
@@ -44,6 +43,10 @@ _ENGINE_STATE = "_extra_state"
 
 class Misfit(ValueError):
     """A step of another model; the message names parameters."""
+
+
+class _Planner(dcp_writing.OneCopyPlanner, MCoreSavePlanner):
+    """Megatron's, whose objects are pickled already."""
 
 
 class _Object(io.BytesIO):
@@ -123,12 +126,8 @@ def writable(collected: Collected, *, copied: bool, validate: bool) -> dict[str,
 
 def write(directory: Path, tensors: dict[str, Any], group: dist.ProcessGroup) -> None:
     """Write what ``writable`` returned; collective over ``group``, which holds all ranks."""
-    dcp_save(
-        tensors,
-        storage_writer=files_of(directory),
-        planner=MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-        process_group=group,
-    )
+    planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp_writing.write(directory, tensors, group, planner)
 
 
 def read(step: Path, state: TrainerState) -> None:

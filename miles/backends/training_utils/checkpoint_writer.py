@@ -13,7 +13,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from miles.backends.training_utils import checkpoints
 from miles.config.checkpoint import CheckpointConfig
@@ -154,13 +153,6 @@ class CheckpointWriter:
             if distributed.rank() == 0:
                 checkpoints.discard_staging(self._directory, iteration)
             raise
-
-
-def files_of(directory: Path) -> FileSystemWriter:
-    """DCP's writer: two tensors at a time in host memory, and all on the disk when it returns."""
-    # To copy ahead it pins the next power of two for each tensor in flight, and PyTorch keeps that:
-    # 4 GiB for the embeddings of a 0.6B model and their optimizer state.
-    return FileSystemWriter(directory, sync_files=True, per_thread_copy_ahead=0)
 
 
 def causes(error: BaseException) -> str:

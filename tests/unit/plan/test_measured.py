@@ -46,6 +46,7 @@ PEAKS = [
     ("fsdp", QWEN3_0_6B, PLAIN, 16_384, 42.2),
     ("fsdp", QWEN3_0_6B, STREAMED, 1024, 8.3),
     ("fsdp", QWEN3_4B, PLAIN, 1024, 69.7),
+    ("fsdp", QWEN3_4B, STREAMED, 1024, 39.8),
     ("megatron", QWEN3_0_6B, PLAIN, 4096, 21.0),
     ("megatron", QWEN3_0_6B, PLAIN, 8192, 30.2),
     ("megatron", QWEN3_0_6B, PLAIN, 16_384, 48.4),
