@@ -1,9 +1,10 @@
 """What the copy engine and a disk give by themselves."""
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ class Ceilings:
     read: float
     write_beside_read: float
     """Of a disk that does both: each moved as many bytes in the same time."""
+
+
+def mean_of(measured: Sequence[Ceilings]) -> Ceilings:
+    return Ceilings(*map(statistics.fmean, zip(*map(astuple, measured), strict=True)))
 
 
 def timed(action: Callable[[], Any]) -> float:

@@ -15,7 +15,7 @@ Every case is one trainer process: it trains a step, then sleeps and wakes (the 
 pins memory or makes files, is a row of its own), then trains on. Ceilings: one large pinned copy
 each way, and one into device memory that was just allocated, which the driver clears first; direct
 I/O in pieces of the chunk, and reading and writing at the same time for the streamed step, on the
-same disk.
+same disk. They are means of before and after the cases, because a disk varies by itself.
 """
 
 import json
@@ -33,7 +33,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import train_step
-from benchmarks.ceilings import Ceilings, measure_ceilings, timed
+from benchmarks.ceilings import Ceilings, mean_of, measure_ceilings, timed
 from benchmarks.processes import in_process, resident_bytes
 from benchmarks.shapes import SHAPES, Shape, ShapeName, make_model
 from miles.backends.training_utils.streamed_optimizer import StreamedAdam
@@ -300,18 +300,28 @@ def main(options: Benchmark) -> None:
         ),
         SHAPES[options.shape],
     )
-    ceilings: Ceilings = in_process(
-        measure_ceilings, options.disk_dir, options.ceiling_mb << 20, options.chunk_mb << 20
-    )
-    print(ceilings, flush=True)
+    measured: list[Ceilings] = []
     rows: list[Measured] = []
+
+    def measure() -> None:
+        sizes = (options.ceiling_mb << 20, options.chunk_mb << 20)
+        measured.append(in_process(measure_ceilings, options.disk_dir, *sizes))
+        print(measured[-1], flush=True)
+
+    def save() -> None:
+        results = {"ceilings": list(map(asdict, measured)), "rows": list(map(asdict, rows))}
+        (options.folder / "results.json").write_text(json.dumps(results, indent=2))
+
+    measure()
     for backend in options.backends:
         for case in options.cases:
             config = make_config(options, backend, case, model)
             rows.append(in_process(run_case, config, groups, case))
             print(rows[-1], flush=True)
-            results = {"ceilings": asdict(ceilings), "rows": [asdict(row) for row in rows]}
-            (options.folder / "results.json").write_text(json.dumps(results, indent=2))
+            save()
+    measure()
+    save()
+    ceilings = mean_of(measured)
     print(
         f"\n{options.shape}, one rank, chunks of {options.chunk_mb} MiB, medians of "
         f"{options.num_cycles} after the first\n\n{tables(ceilings, rows)}"

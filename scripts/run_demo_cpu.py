@@ -164,7 +164,7 @@ def main(demo: Demo) -> int:
     values = rewards(folder)
     first, last = values[0], statistics.fmean(values[-LAST:])
     print(f"mean sampled reward: {first:.3f} at the start, {last:.3f} over the last {LAST}")
-    print(f"reward curve: {folder / 'reward.png'}   samples: {folder / 'samples.txt'}")
+    print(f"samples: {folder / 'samples.txt'}")
     return 0 if demo.num_rollout < Demo.num_rollout or last >= TARGET else 1
 
 

@@ -111,7 +111,7 @@ def summary(run_dir: Path) -> str:
     return (
         f"share of right answers: {first:.3f} in the first {ends} rollouts, {last:.3f} in the "
         f"last {ends}; {seconds:.1f} s a rollout (median)\n"
-        f"reward curve: {run_dir / 'reward.png'}   samples: {run_dir / 'samples.txt'}"
+        f"samples: {run_dir / 'samples.txt'}"
     )
 
 
