@@ -15,13 +15,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         description="Convert a checkpoint of the FSDP backend to a Hugging Face directory.",
         allow_abbrev=False,
     )
-    parser.add_argument("--load", default="", help="checkpoint: the parent of iter_*")
+    parser.add_argument(
+        "--load", nargs="?", const="", default="", help="checkpoint: the parent of iter_*"
+    )
     parser.add_argument(
         "--hf-checkpoint",
+        nargs="?",
+        const="",
         default="",
         help="Hugging Face directory of the model: gives names, config and tokenizer",
     )
-    parser.add_argument("--save", default="", help="new Hugging Face directory to write")
+    parser.add_argument(
+        "--save", nargs="?", const="", default="", help="new Hugging Face directory to write"
+    )
     options, unknown = parser.parse_known_args(argv)
     # Importing transformers takes seconds, which --help does not need.
     from miles.backends.fsdp_utils.conversion import fsdp_to_hf

@@ -17,8 +17,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         "none is given) and the layout of ranks.",
         allow_abbrev=False,
     )
-    parser.add_argument("--hf-checkpoint", default="", help="Hugging Face directory")
-    parser.add_argument("--save", default="", help="new directory for the checkpoint")
+    parser.add_argument(
+        "--hf-checkpoint", nargs="?", const="", default="", help="Hugging Face directory"
+    )
+    parser.add_argument(
+        "--save", nargs="?", const="", default="", help="new directory for the checkpoint"
+    )
     options, megatron_flags = parser.parse_known_args(argv)
     # Importing torch and Megatron takes seconds, which --help does not need.
     from miles.utils.conversion_tools import require_megatron, told

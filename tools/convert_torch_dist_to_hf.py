@@ -18,13 +18,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         "none is given) and the layout of ranks.",
         allow_abbrev=False,
     )
-    parser.add_argument("--load", default="", help="checkpoint: the parent of iter_*")
+    parser.add_argument(
+        "--load", nargs="?", const="", default="", help="checkpoint: the parent of iter_*"
+    )
     parser.add_argument(
         "--hf-checkpoint",
+        nargs="?",
+        const="",
         default="",
         help="Hugging Face directory of the model: gives names, dtypes, config and tokenizer",
     )
-    parser.add_argument("--save", default="", help="new Hugging Face directory to write")
+    parser.add_argument(
+        "--save", nargs="?", const="", default="", help="new Hugging Face directory to write"
+    )
     options, megatron_flags = parser.parse_known_args(argv)
     # Importing torch and Megatron takes seconds, which --help does not need.
     from miles.utils.conversion_tools import require_megatron, told

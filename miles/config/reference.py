@@ -18,7 +18,8 @@ are under `--sglang-` and its router's under `--router-` (`--help-sglang`, `--he
 ## Files and precedence
 
 `--config FILE.yaml` reads flags from a file. **The command line beats the file, and the file beats
-the defaults.** Keys are flag names without the dashes in front, with `-` or `_`:
+the defaults.** Of a flag that is given twice, the last one holds, so that a script's line can be
+appended to. Keys are flag names without the dashes in front, with `-` or `_`:
 
 ```yaml
 train-backend: fsdp

@@ -31,15 +31,18 @@ def make_parser() -> argparse.ArgumentParser:
         "Ends with 0 where everything fits, 1 where something does not, 2 for bad flags.",
         allow_abbrev=False,
     )
+    # Read as text, and a value may lack: what is wrong with them is told beside all the rest.
     parser.add_argument(
         "--device-memory-gb",
-        type=float,
+        nargs="?",
+        const="",
         metavar="GIB",
         help="Memory of a device; by default this machine's, without one an H200's 139.8.",
     )
     parser.add_argument(
         "--host-memory-gb",
-        type=float,
+        nargs="?",
+        const="",
         metavar="GIB",
         help="Memory of a machine; by default the host is not judged.",
     )
@@ -50,8 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     options, flags = make_parser().parse_known_args(argv)
     try:
-        device_bytes = _bytes("--device-memory-gb", options.device_memory_gb)
-        host_bytes = _bytes("--host-memory-gb", options.host_memory_gb)
+        device_bytes, host_bytes = _sizes(options, flags)
         config, messages = read_config(flags, runs_here=False)
         if config.observability.debug_rollout_only:
             remedy = "trains nothing; leave it out to forecast the whole run"
@@ -73,12 +75,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(phase.fits for phase in phases) else 1
 
 
-def _bytes(flag: str, gib: float | None) -> int | None:
-    if gib is None:
+def _sizes(options: argparse.Namespace, flags: Sequence[str]) -> tuple[int | None, int | None]:
+    """Bytes of a device and of a host; ``None``: not given. Raises ``ConfigError``, with what is
+    wrong with the other flags too."""
+    given = {
+        "--device-memory-gb": options.device_memory_gb,
+        "--host-memory-gb": options.host_memory_gb,
+    }
+    wrong = [
+        Problem(flag, text, "must be a number above 0: GiB")
+        for flag, text in given.items()
+        if text is not None and _gib(text) is None
+    ]
+    if wrong:
+        try:
+            read_config(flags, runs_here=False)
+        except ConfigError as error:
+            wrong += error.problems
+        raise ConfigError(wrong)
+    device_gib, host_gib = [None if text is None else _gib(text) for text in given.values()]
+    return _bytes(device_gib), _bytes(host_gib)
+
+
+def _gib(text: str) -> float | None:
+    """``None``: it is no amount."""
+    try:
+        gib = float(text)
+    except ValueError:
         return None
-    if not 0 < gib < math.inf:
-        raise ConfigError([Problem(flag, gib, "must be a number above 0: GiB")])
-    return int(gib * GIB)
+    return gib if 0 < gib < math.inf else None
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * GIB)
 
 
 if __name__ == "__main__":

@@ -137,7 +137,9 @@ async def reserve(layout: Layout, timeout_s: float) -> Placement:
             raise JobError(_missing(bundle, layout.num_slots, when, "add machines"))
         slots = await _find_slots(group, bundle, timeout_s)
     except BaseException:
-        remove_placement_group(group)
+        # A head that is gone would be asked for a minute, and then Ray ends this process.
+        if not cluster.is_lost():
+            remove_placement_group(group)
         raise
     return Placement(group=group, slots=tuple(sorted(slots, key=slot_order)), on_gpu=on_gpu)
 

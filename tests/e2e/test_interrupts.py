@@ -157,12 +157,17 @@ def test_an_interrupt_while_ray_starts_for_this_run_alone_ends_it_too(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("moment", ["slots are found", "rollouts run"])
 def test_a_signal_that_reaches_rays_own_processes_too_ends_the_run_at_once(
-    run_in: Start, flags: dict[str, Any], tmp_path: Path
+    run_in: Start, flags: dict[str, Any], tmp_path: Path, moment: str
 ) -> None:
     """As ``timeout`` sends it, or the end of a batch job: Ray's head does not outlive it."""
     process = run_in(flags, tmp_path, without=("RAY_ADDRESS",))
-    wait_until(lambda: completed(tmp_path / "run") >= 2, process)
+    reached = {
+        "slots are found": lambda: is_running(tmp_path, "default_worker.py"),
+        "rollouts run": lambda: completed(tmp_path / "run") >= 2,
+    }
+    wait_until(reached[moment], process)
     begin = time.monotonic()
     output = interrupt(process, tmp_path, signal.SIGTERM)
     assert time.monotonic() - begin < 40

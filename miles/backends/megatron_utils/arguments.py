@@ -29,7 +29,7 @@ from miles.config.megatron_flags import MEGATRON_FLAGS
 from miles.config.messages import Message, note
 from miles.config.root import MilesConfig
 from miles.config.rules.problems import problem
-from miles.core import hf, logging, plugins
+from miles.core import hf, logging
 
 log = logging.get(__name__)
 
@@ -183,13 +183,12 @@ def _unusable_spec(spec: Sequence[str] | None) -> list[Problem]:
     """What is wrong with --spec, as far as an import shows it."""
     if spec is None:
         return []
-    given = " ".join(spec)
-    if len(spec) != 2:
-        return [Problem("--spec", given, "takes a module and a name in it")]
+    from miles.backends.megatron_utils import specs
+
     try:
-        plugins.load_attribute(".".join(spec))
-    except plugins.PluginError as error:
-        return [Problem("--spec", given, str(error))]
+        specs.find_spec(spec)
+    except ConfigError as error:
+        return list(error.problems)
     return []
 
 

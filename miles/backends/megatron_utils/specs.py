@@ -3,6 +3,7 @@ local ones with our norm and core attention; or what ``--spec`` names."""
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -24,6 +25,7 @@ from miles.core import distributed, logging, plugins
 log = logging.get(__name__)
 
 LayerSpec = ModuleSpec | TransformerBlockSubmodules
+_NEEDED = "a ModuleSpec or TransformerBlockSubmodules"
 
 
 def layer_spec(
@@ -114,28 +116,33 @@ def _log_experts() -> None:
         log.info("experts run one after the other: grouped GEMM needs Transformer Engine")
 
 
-def _named_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> LayerSpec:
-    """``--spec module name``: a spec, or a function of ``(args, config, vp_stage)`` that returns
-    one."""
-    given = " ".join(args.spec)
-    if len(args.spec) != 2:
+def find_spec(words: Sequence[str]) -> Any:
+    """What ``--spec module name`` names: a spec, or a function of ``(args, config, vp_stage)`` that
+    returns one. Raises ``ConfigError``."""
+    given = " ".join(words)
+    if len(words) != 2:
         raise ConfigError([Problem("--spec", given, "takes a module and a name in it")])
     try:
-        found = plugins.load_attribute(".".join(args.spec))
+        found = plugins.load_attribute(".".join(words))
     except plugins.PluginError as error:
         raise ConfigError([Problem("--spec", given, str(error))]) from error
-    spec = found
-    if not isinstance(found, LayerSpec) and callable(found):
-        spec = found(args, config, vp_stage)
+    if not isinstance(found, LayerSpec) and not callable(found):
+        remedy = f"names a {type(found).__name__}; needed is {_NEEDED}, or a function that gives it"
+        raise ConfigError([Problem("--spec", given, remedy)])
+    return found
+
+
+def _named_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> LayerSpec:
+    spec = find_spec(args.spec)
+    if not isinstance(spec, LayerSpec):
+        spec = spec(args, config, vp_stage)
     if isinstance(spec, ModuleSpec) and not HAVE_TE and _is_layer(spec.module):
         # For a single layer Megatron would choose the final norm, and has none of its own.
         layers = [spec] * get_num_layers_to_build(config, vp_stage)
         return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
     if not isinstance(spec, LayerSpec):
-        remedy = (
-            f"gives a {type(spec).__name__}; needed is a ModuleSpec or TransformerBlockSubmodules"
-        )
-        raise ConfigError([Problem("--spec", given, remedy)])
+        remedy = f"gives a {type(spec).__name__}; needed is {_NEEDED}"
+        raise ConfigError([Problem("--spec", " ".join(args.spec), remedy)])
     return spec
 
 

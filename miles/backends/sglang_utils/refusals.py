@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from miles.backends.sglang_utils import package
-from miles.backends.sglang_utils.surface import ROUTER_PREFIX
+from miles.backends.sglang_utils.surface import ROUTER_PREFIX, SERVER_PREFIX
 from miles.config.command_line import Foreign
 from miles.config.derived import is_supervised
 from miles.config.errors import Problem
@@ -129,17 +129,15 @@ def of_the_embedded_engine(
     why = "" if asked else f", which --rollout-engine auto is here ({reason}),"
     remedy = f"the embedded engine{why} has no such flag; leave it out, or --rollout-engine sglang"
     ours = [spec.on for spec in flag_specs(MilesConfig)]
-    return [
-        *(problem(config, dest, remedy=remedy) for dest in dests),
-        *(
-            Problem(
-                flag.name,
-                flag.value,
-                f"{_no_router(flag) or remedy}. {did_you_mean(flag.name, ours)}".rstrip(" ."),
-            )
-            for flag in foreign
-        ),
-    ]
+    problems = [problem(config, dest, remedy=remedy) for dest in dests]
+    for flag in foreign:
+        refused = SERVER.get(flag.name.removeprefix(SERVER_PREFIX))
+        if refused is not None:  # Nor does SGLang take it from here.
+            text = f"leave it out: {refused}"
+        else:
+            text = f"{_no_router(flag) or remedy}. {did_you_mean(flag.name, ours)}".rstrip(" .")
+        problems.append(Problem(flag.name, flag.value, text))
+    return problems
 
 
 def _no_router(flag: Foreign) -> str | None:

@@ -142,8 +142,7 @@ class CheckpointWriter:
         except CheckpointException as caught:  # not an ``Exception``
             error = self._unwritten(iteration, causes(caught))
         except (OSError, RuntimeError) as caught:
-            # PyTorch's writer has no word for a full disk: it raises RuntimeError.
-            error = self._unwritten(iteration, str(caught))
+            error = self._unwritten(iteration, _reason(caught))
             error.__cause__ = caught
         except Exception as caught:  # whatever it is, the other ranks must hear of it
             error = caught
@@ -160,9 +159,17 @@ def causes(error: BaseException) -> str:
     if not isinstance(error, CheckpointException):
         return f"{type(error).__name__}: {error}"
     return "; ".join(
-        f"rank {rank}: {type(cause).__name__}: {cause}"
+        f"rank {rank}: {type(cause).__name__}: {_reason(cause)}"
         for rank, (cause, _) in error.failures.items()
     )
+
+
+def _reason(error: BaseException) -> str:
+    """PyTorch's writer has no word for a full disk: it asserts that it is where it should be."""
+    text = str(error)
+    if not text.startswith("[enforce fail at inline_container"):
+        return text
+    return f"PyTorch's writer was cut short, as by a full disk ({text})"
 
 
 def derived_seed(seed: int, step: int, rank: int) -> int:

@@ -63,8 +63,8 @@ def test_machines_get_bytes(model: Path, capsys: pytest.CaptureFixture[str]) -> 
         (("--max-tokens-per-gpu", "many"), "--max-tokens-per-gpu = 'many'"),
         (("--hf-checkpoint", "nowhere"), "'nowhere' is not a directory"),
         (("--tensor-model-parallel-size", "2"), "which the fsdp backend does not have"),
-        (("--device-memory-gb", "0"), "--device-memory-gb = 0.0: must be a number above 0"),
-        (("--host-memory-gb", "inf"), "--host-memory-gb = inf: must be a number above 0"),
+        (("--device-memory-gb", "0"), "--device-memory-gb = '0': must be a number above 0"),
+        (("--host-memory-gb", "inf"), "--host-memory-gb = 'inf': must be a number above 0"),
         (("--debug-rollout-only",), "trains nothing"),
     ],
 )
@@ -75,6 +75,17 @@ def test_bad_flags_end_as_those_of_train_py(
         main(line(model, *more))
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_everything_wrong_is_told_at_once(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ("--device-memory-gb", "much", "--host-memory-gb", "--lr", "abc", "--jsn")
+    with pytest.raises(SystemExit) as ended:
+        main(line(model, *wrong))
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "4 problems" in told
+    for flag in ("--device-memory-gb = 'much'", "--host-memory-gb", "--lr = 'abc'", "--jsn"):
+        assert flag in told
 
 
 def test_flags_of_sglangs_own_are_said_to_be_unread(

@@ -110,3 +110,15 @@ def test_every_problem_is_told_at_once(
         strict=True,
     ):
         assert problem.startswith(f"  {says}")
+
+
+def test_an_option_without_its_value_is_one_of_all_problems(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--load", "nowhere", "--save", "--hf-checkpoint", "--loda"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "4 problems" in told
+    for flag in ("--load = 'nowhere'", "--save:", "--hf-checkpoint:", "--loda"):
+        assert flag in told

@@ -298,9 +298,15 @@ def test_a_family_that_needs_a_spec_gets_it_even_beside_given_flags(
 
 @pytest.mark.parametrize(
     "words",
-    [("nowhere.at_all", "spec"), ("os.path", "nothing"), ("os",), ("raises_when_loaded", "spec")],
+    [
+        ("nowhere.at_all", "spec"),
+        ("os.path", "nothing"),
+        ("os",),
+        ("os", "path"),
+        ("raises_when_loaded", "spec"),
+    ],
 )
-def test_a_spec_that_cannot_be_imported_is_refused(
+def test_a_spec_that_cannot_be_imported_or_is_none_is_refused(
     line: Line, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "raises_when_loaded.py").write_text("raise ValueError('no such layer')\n")

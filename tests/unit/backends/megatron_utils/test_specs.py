@@ -111,7 +111,8 @@ def test_a_named_layer_gets_our_final_norm() -> None:
         ([HERE, "missing"], "has no 'missing'"),
         ([HERE], "takes a module and a name"),
         ([HERE, "make_nothing"], "gives a NoneType"),
-        ([HERE, "HERE"], "gives a str"),
+        ([HERE, "HERE"], "names a str"),
+        (["os", "path"], "names a module"),
     ],
 )
 def test_a_name_that_is_no_spec_is_refused(spec: list[str], message: str) -> None:

@@ -68,8 +68,11 @@ def by_flag(problems: Sequence[Problem]) -> dict[str, str]:
 def test_the_embedded_engine_refuses_each_flag_that_it_does_not_implement() -> None:
     config = job("embedded", sglang_mem_fraction_static=0.5)
     given = frozenset({"sglang_mem_fraction_static"})
-    foreign = flags("--sglang-page-size", "16", "--router-policy", "random")
+    foreign = flags(
+        *("--sglang-page-size", "16", "--router-policy", "random", "--sglang-tp-size", "2")
+    )
     problems = by_flag(check(config, given, foreign).problems)
+    assert "--rollout-num-gpus-per-engine" in problems["--sglang-tp-size"]
     assert "the embedded engine has no such flag" in problems["--sglang-page-size"]
     assert "the embedded engine has no such flag" in problems["--sglang-mem-fraction-static"]
     assert "no router stands before embedded engines" in problems["--router-policy"]
