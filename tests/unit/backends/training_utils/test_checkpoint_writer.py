@@ -17,3 +17,10 @@ def test_a_writer_that_was_cut_short_is_told_as_what_a_full_disk_does() -> None:
     assert first.startswith("rank 0: RuntimeError: PyTorch's writer was cut short, as by a full")
     assert "unexpected pos 704" in first
     assert second == "rank 1: OSError: [Errno 28] No space left on device"
+
+
+def test_a_file_that_cannot_be_read_is_no_full_disk() -> None:
+    text = "[enforce fail at inline_container.cc:230] . file not found: data.pkl"
+    assert causes(CheckpointException("load", {0: (RuntimeError(text), [])})) == (
+        f"rank 0: RuntimeError: {text}"
+    )
